@@ -5,6 +5,7 @@
 
 #include "casters.h"
 #include "helicore/core/cpu/isa.h"
+#include "helicore/core/cuda/runtime.h"
 #include "helicore/core/error.h"
 #include "helicore/core/thread_pool.h"
 
@@ -36,6 +37,9 @@ void bind_core(nb::module_& m) {
   m.def("set_isa", [](const std::string& isa) { set_isa(isa_of(isa)); }, "isa"_a,
         "Lower (or restore) the instruction set of the CPU kernels.\n\n"
         "Raises ValueError for an unknown name and NotSupportedError when the CPU lacks it.");
+  m.def("cuda_compiled", &cuda::compiled, "Whether this build holds CUDA kernels.");
+  m.def("cuda_device_count", &cuda::device_count,
+        "CUDA devices that can be used now; 0 without a GPU, a driver or CUDA kernels.");
   m.def("describe", [](const TensorView& tensor) { return tensor.describe(); }, "tensor"_a,
         "Shape, dtype and device as the native code sees them, e.g. 'bfloat16[2, 8] on cpu'.");
 }

@@ -113,7 +113,7 @@ function(helicore_install)
     INCLUDES DESTINATION ${HELICORE_INSTALL_INCLUDEDIR})
   install(EXPORT helicore-targets NAMESPACE helicore:: DESTINATION ${package_dir})
   install(DIRECTORY "${PROJECT_SOURCE_DIR}/cpp/helicore" DESTINATION ${HELICORE_INSTALL_INCLUDEDIR}
-    FILES_MATCHING PATTERN "*.h" PATTERN "cuda" EXCLUDE PATTERN "simd.h" EXCLUDE PATTERN "introspection.h" EXCLUDE)
+    FILES_MATCHING PATTERN "*.h" PATTERN "check.h" EXCLUDE PATTERN "simd.h" EXCLUDE PATTERN "introspection.h" EXCLUDE)
   configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/helicore-config.cmake.in"
     "${PROJECT_BINARY_DIR}/helicore-config.cmake" INSTALL_DESTINATION ${package_dir})
   write_basic_package_version_file("${PROJECT_BINARY_DIR}/helicore-config-version.cmake"
