@@ -1,0 +1,1 @@
+"""The executor: sequences, scheduler, batch, runner, sampler and the engine that steps them."""
