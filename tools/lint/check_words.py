@@ -42,7 +42,7 @@ FORBIDDEN = (
         re.compile(r"\b[m]irrors\s+(?:the\s+)?(?:vllm|sglang|tensorrt|hugging)", re.IGNORECASE),
         "history talk",
     ),
-    (re.compile(r"\b(?:[c]opied|[p]orted|[t]aken) from\b", re.IGNORECASE), "history talk"),
+    (re.compile(r"\b[p]orted from\b", re.IGNORECASE), "history talk"),
     (re.compile(r"\b(?:[w]as|[h]as been) (?:changed|renamed|moved) (?:to|from)\b"), "history talk"),
     (re.compile(r"\b(?:[F]IXME|[X]XX|[H]ACK)\b"), "a left-over marker"),
     (
