@@ -4,19 +4,13 @@
 
 #include "helicore/core/error.h"
 #include "helicore/core/thread_pool.h"
+#include "helicore/nn/checks.h"
 #include "helicore/nn/cpu/linear_kernels.h"
 
 namespace helicore::nn {
 namespace {
 
 constexpr int64_t kRowsPerTask = 96;
-
-bool is_float(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat32; }
-
-void check_float(const TensorView& t, const char* where, const char* name) {
-  HELICORE_CHECK(is_float(t.dtype), where, name, " must be bfloat16 or float32, got ",
-                 t.describe());
-}
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -123,14 +117,12 @@ void batched_linear(const BatchedLinearParams& p) {
 void linear(const LinearTensors& t) {
   constexpr const char* kWhere = "nn.linear";
   check_shape(t.x, {-1, -1}, kWhere, "x");
-  check_float(t.x, kWhere, "x");
-  check_row_major(t.x, kWhere, "x");
+  check_float_rows(t.x, kWhere, "x");
   const bool gated = t.activation == Activation::kSiluMul;
   const int64_t rows = t.x.size(0);
   const int64_t columns = gated ? t.out_features / 2 : t.out_features;
   check_shape(t.out, {rows, columns}, kWhere, "out");
-  check_float(t.out, kWhere, "out");
-  check_row_major(t.out, kWhere, "out");
+  check_float_rows(t.out, kWhere, "out");
   LinearParams p;
   p.x = t.x.data;
   p.x_dtype = t.x.dtype;
@@ -144,7 +136,7 @@ void linear(const LinearTensors& t) {
   if (t.bias != nullptr) {
     HELICORE_CHECK(!gated, kWhere, "bias can't be combined with activation silu_mul");
     check_shape(*t.bias, {t.out_features}, kWhere, "bias");
-    check_float(*t.bias, kWhere, "bias");
+    check_float_rows(*t.bias, kWhere, "bias");
     check_contiguous(*t.bias, kWhere, "bias");
     p.bias = t.bias->data;
     p.bias_dtype = t.bias->dtype;
@@ -152,6 +144,7 @@ void linear(const LinearTensors& t) {
   if (t.residual != nullptr) {
     check_shape(*t.residual, {rows, columns}, kWhere, "residual");
     check_dtype(*t.residual, t.out.dtype, kWhere, "residual");
+    check_cpu(*t.residual, kWhere, "residual");
     check_row_major(*t.residual, kWhere, "residual");
     p.residual = t.residual->data;
     p.residual_stride = t.residual->stride(0);
@@ -162,12 +155,11 @@ void linear(const LinearTensors& t) {
 void batched_linear(const TensorView& x, const TensorView& packed, const TensorView& out) {
   constexpr const char* kWhere = "nn.batched_linear";
   check_shape(x, {-1, -1, -1}, kWhere, "x");
-  check_float(x, kWhere, "x");
-  check_row_major(x, kWhere, "x");
+  check_float_rows(x, kWhere, "x");
   check_shape(out, {x.size(0), x.size(1), -1}, kWhere, "out");
-  check_float(out, kWhere, "out");
-  check_row_major(out, kWhere, "out");
+  check_float_rows(out, kWhere, "out");
   check_contiguous(packed, kWhere, "packed");
+  check_cpu(packed, kWhere, "packed");
   HELICORE_CHECK(packed.ndim >= 4 && packed.size(0) == x.size(1), kWhere,
                  "packed must have one matrix for each of ", x.size(1), " heads, got ",
                  packed.describe());

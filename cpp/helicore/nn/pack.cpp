@@ -3,6 +3,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/core/thread_pool.h"
+#include "helicore/nn/checks.h"
 #include "helicore/nn/linear.h"
 
 namespace helicore::nn {
@@ -33,6 +34,8 @@ PackShape check_pack(const TensorView& weight, const TensorView& packed, int64_t
                  "weight must be bfloat16 or float32, got ", weight.describe());
   check_dtype(packed, weight.dtype, where, "packed");
   check_contiguous(packed, where, "packed");
+  check_cpu(weight, where, "weight");
+  check_cpu(packed, where, "packed");
   PackShape s;
   s.rows = weight.size(-2);
   s.k = weight.size(-1);
@@ -115,6 +118,7 @@ PackedWeight packed_weight(const TensorView& packed, int64_t out_features, int64
                            const char* where, const char* name, int64_t groups) {
   HELICORE_CHECK(packed.dtype == DType::kBFloat16 || packed.dtype == DType::kFloat32, where, name,
                  " must be bfloat16 or float32, got ", packed.describe());
+  check_cpu(packed, where, name);
   check_contiguous(packed, where, name);
   const bool pairs = packed.dtype == DType::kBFloat16;
   HELICORE_CHECK(out_features >= 0 && out_features % groups == 0, where,

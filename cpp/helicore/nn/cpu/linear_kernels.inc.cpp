@@ -7,6 +7,7 @@
 
 #include "helicore/core/cpu/simd.h"
 #include "helicore/nn/cpu/linear_kernels.h"
+#include "helicore/nn/cpu/simd_math.h"
 
 namespace helicore::nn::HELICORE_ISA_NS {
 
@@ -244,12 +245,6 @@ void rows_run(const X* const* x, int rows, const W* w, int64_t block_stride, int
     default:
       return row_tile_run<kTile >= 6 ? 6 : 1>(x, w, block_stride, k, blocks, out, ld);
   }
-}
-
-// silu(g) * u for 16 lanes; NaN stays NaN.
-inline VF silu_mul(VF g, VF u) {
-  VF e = exp(min(sub(zero(), g), set1(88.0f)));
-  return mul(div(g, add(set1(1.0f), e)), u);
 }
 
 inline VF load_bias(const LinearParams& p, int64_t column, int n) {
