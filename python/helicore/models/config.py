@@ -225,7 +225,7 @@ def _refuse_unsupported(f: Fields) -> None:
 
 
 def _rope(f: Fields, max_positions: int, family: str) -> RopeConfig:
-    name = "rope_parameters" if f.has("rope_parameters") else "rope_scaling"
+    name = "rope_scaling" if f.has("rope_scaling") else "rope_parameters"
     r = f.section(name)
     kind_key = "rope_type" if r.has("rope_type") or not r.has("type") else "type"
     kind = r.choice(kind_key, ("default", "yarn"), default="default")

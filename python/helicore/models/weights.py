@@ -1,0 +1,164 @@
+"""Tensors of a checkpoint folder: safetensors by mmap, checked by name and shape, dequantised.
+
+`Checkpoint` owns the mapped files. A tensor is a view of the file until it is converted or packed,
+so loading needs no second copy of the model. Every fault is a `ValueError` that names the tensor
+and the file.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FP8 = torch.float8_e4m3fn
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_BLOCK = 128
+
+
+class Checkpoint:
+    """The tensors of one folder, and which of them have been taken. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Maps the files; FileNotFoundError when there are no safetensors files."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+        self._taken: set[str] = set()
+
+    def names(self) -> Iterable[str]:
+        return self._where.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, copy: bool = False
+    ) -> Tensor:
+        """The tensor in `dtype`, dequantised if it is stored as FP8.
+
+        Without `copy` it may be a view of the file, to be read only.
+        """
+        tensor = self._get(name, shape)
+        if tensor.dtype == _FP8:
+            rows, cols = (self._blocks(name, shape, d) for d in (0, 1))
+            scale = self._get(f"{name}_scale_inv", (rows, cols))
+            return dequantise_blocks(tensor, scale, dtype)
+        if tensor.dtype not in _FLOATS:
+            raise self._error(name, f"must hold floating point numbers, got {tensor.dtype}")
+        return tensor.to(dtype, copy=copy)
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """ValueError when tensors were left that `ignored` does not know."""
+        left = sorted(n for n in self._where if n not in self._taken and not ignored(n))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise self._error(left[0], f"is unexpected for this config.json{more}")
+
+    def _blocks(self, name: str, shape: tuple[int, ...], dim: int) -> int:
+        if len(shape) != 2:
+            raise self._error(name, "must be a matrix to be stored as FP8 blocks")
+        return -(-shape[dim] // _BLOCK)
+
+    def _get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._where:
+            raise ValueError(f"{self.folder}: tensor {name} is missing")
+        file = self._open(self._where[name])
+        try:
+            found = tuple(file.get_slice(name).get_shape())
+            if found != shape:
+                raise self._error(name, f"must have shape {list(shape)}, got {list(found)}")
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, RuntimeError) as e:
+            raise self._error(name, f"cannot be read: {e}") from None
+        self._taken.add(name)
+        return tensor
+
+    def _error(self, name: str, what: str) -> ValueError:
+        file = self.folder / self._where.get(name, SINGLE_FILE)
+        return ValueError(f"{file}: tensor {name} {what}")
+
+    def _open(self, file: str) -> Any:
+        """The mapped file, opened at its first use."""
+        if file not in self._files:
+            path = self.folder / file
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{path} is named in {INDEX_FILE} but missing") from None
+            except (SafetensorError, OSError) as e:
+                raise ValueError(f"{path} is truncated or not a safetensors file: {e}") from None
+        return self._files[file]
+
+    def _locate(self) -> dict[str, str]:
+        """Name of each tensor -> file that holds it."""
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        index = self.folder / INDEX_FILE
+        if not index.exists():
+            raise FileNotFoundError(
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (weights of other "
+                "formats are not read)"
+            )
+        where = _read_index(index)
+        present = {file: set(self._open(file).keys()) for file in sorted(set(where.values()))}
+        for name, file in where.items():
+            if name not in present[file]:
+                raise ValueError(f"{self.folder / file}: tensor {name} of {INDEX_FILE} is missing")
+        return where
+
+
+class WeightReader:
+    """A checkpoint seen from one module: names below a prefix, one computing dtype."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, prefix: str = "") -> None:
+        self._checkpoint = checkpoint
+        self.dtype = dtype
+        self._prefix = prefix
+
+    def at(self, name: str) -> "WeightReader":
+        return WeightReader(self._checkpoint, self.dtype, f"{self._prefix}{name}.")
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A view of the file or a converted copy, to be read only."""
+        return self._checkpoint.take(self._prefix + name, shape, dtype or self.dtype)
+
+    def own(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy in memory, aligned and independent of the file."""
+        dtype = dtype or self.dtype
+        return self._checkpoint.take(self._prefix + name, shape, dtype, copy=True)
+
+    def own_if(self, present: bool, name: str, *shape: int) -> Tensor | None:
+        return self.own(name, *shape) if present else None
+
+
+def dequantise_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [N, K] times the fp32 factor of its 128x128 block, one rounding to `dtype`.
+
+    scale: [ceil(N / 128), ceil(K / 128)]; the last blocks may be partial.
+    """
+    out = torch.empty(codes.shape, dtype=dtype)
+    factors = scale.float().repeat_interleave(_BLOCK, dim=1)[:, : codes.shape[1]]
+    for block in range(scale.shape[0]):  # by rows of blocks: no fp32 copy of the whole matrix
+        rows = slice(block * _BLOCK, (block + 1) * _BLOCK)
+        out[rows] = codes[rows].float() * factors[block]
+    return out
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is not valid JSON: {e}") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map must map names of tensors to files")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path}: weight_map[{name!r}] must be a file name, got {file!r}")
+    return weight_map

@@ -1,0 +1,83 @@
+"""A small paged cache that drives a model without the executor: shuffled pages, poisoned ends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ABSURD_PAGE = 2_147_480_000
+
+
+class PagedRequests:
+    """Caches of several requests that share one pool of pages.
+
+    Pages are handed out in random order, rows never written hold NaN, block tables end in ids
+    that no kernel may follow, and the view of a layer has gaps between its pages.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_requests: int = 1,
+        capacity: int = 64,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self._model, self._page_size = model, page_size
+        per_request = -(-capacity // page_size)
+        num_pages = num_requests * per_request + 1
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+        self._pages = order[: num_requests * per_request].view(num_requests, per_request)
+        self.lengths = [0] * num_requests
+        self.caches: list[Tensor] = []
+        for width in model.kv_layers(model.config, dtype):
+            pool = torch.full((num_pages, page_size * width + width), float("nan"), dtype=dtype)
+            pages = pool[:, : page_size * width]
+            self.caches.append(pages.view(num_pages, page_size, width))
+
+    def step(
+        self,
+        tokens: dict[int, Sequence[int]],
+        *,
+        expanded: bool = False,
+        num_absorbed: int | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Runs new tokens of some requests in one step; returns logits of all rows (or `rows`).
+
+        Every request runs the absorbed kernel, or none (`expanded`), or the first `num_absorbed`.
+        """
+        from helicore.models import ForwardBatch
+
+        requests = list(tokens)
+        table = torch.full((len(requests), self._pages.shape[1] + 1), ABSURD_PAGE)
+        positions, slots, counts = [], [], []
+        for b, r in enumerate(requests):
+            at = torch.arange(self.lengths[r], self.lengths[r] + len(tokens[r]))
+            positions.append(at)
+            offset = at % self._page_size
+            slots.append(self._pages[r][at // self._page_size] * self._page_size + offset)
+            counts.append(len(tokens[r]))
+            self.lengths[r] += len(tokens[r])
+            used = -(-self.lengths[r] // self._page_size)
+            table[b, :used] = self._pages[r][:used]
+        if num_absorbed is None:
+            num_absorbed = 0 if expanded else len(requests)
+        total = sum(counts)
+        batch = ForwardBatch(
+            token_ids=torch.tensor([t for r in requests for t in tokens[r]], dtype=torch.int32),
+            positions=torch.cat(positions).int(),
+            slots=torch.cat(slots),
+            cu_q=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            kv_len=torch.tensor([self.lengths[r] for r in requests], dtype=torch.int32),
+            block_table=table.int(),
+            num_absorbed=num_absorbed,
+            num_absorbed_tokens=sum(counts[:num_absorbed]),
+            logits_rows=torch.arange(total) if rows is None else torch.tensor(rows),
+        )
+        with torch.inference_mode():
+            logits: Tensor = self._model(batch, self.caches)
+        return logits
