@@ -50,7 +50,7 @@ def write_tokenizer_config(folder: Path, **extra: object) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
-        "eos_token": {"content": "<eos>", "special": True},
+        "eos_token": {"__type": "AddedToken", "content": "<eos>", "special": True},
         "pad_token": "<pad>",
         **extra,
     }
