@@ -1,0 +1,120 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+
+#include "casters.h"
+#include "gil.h"
+#include "helicore/core/error.h"
+#include "helicore/nn/elementwise.h"
+#include "helicore/nn/linear.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace helicore::bindings {
+namespace {
+
+using OptionalTensor = std::optional<TensorView>;
+
+const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
+
+int64_t rows_of(const TensorView& t) { return t.ndim > 0 ? t.shape[0] : 0; }
+
+void bind_linear(nb::module_& m) {
+  m.def(
+      "packed_numel",
+      [](const TensorView& weight, int64_t groups) {
+        HELICORE_CHECK(weight.ndim >= 2, "nn.packed_numel", "weight must be [..., N, K], got ",
+                       weight.describe());
+        return nn::packed_numel(weight.dtype, weight.size(-2), weight.size(-1), groups);
+      },
+      "weight"_a, "groups"_a = 1, "Elements of the packed form of one [N, K] matrix of weight.");
+  m.def("pack_linear", &nn::pack_linear, "weight"_a, "packed"_a, "groups"_a = 1,
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Pack weight [..., N, K] into packed. See helicore.ops.pack_linear.");
+  m.def("unpack_linear", &nn::unpack_linear, "packed"_a, "weight"_a, "groups"_a = 1,
+        nb::call_guard<nb::gil_scoped_release>(), "The inverse of pack_linear.");
+  m.def(
+      "linear",
+      [](const TensorView& x, const TensorView& packed, const TensorView& out, int64_t out_features,
+         const OptionalTensor& bias, const OptionalTensor& residual, bool silu_mul) {
+        ReleaseGilForRows release(rows_of(x));
+        nn::linear(nn::LinearTensors{
+            .x = x,
+            .packed = packed,
+            .out = out,
+            .bias = pointer(bias),
+            .residual = pointer(residual),
+            .out_features = out_features,
+            .activation = silu_mul ? nn::Activation::kSiluMul : nn::Activation::kNone});
+      },
+      "x"_a, "packed"_a, "out"_a, "out_features"_a, "bias"_a = nb::none(),
+      "residual"_a = nb::none(), "silu_mul"_a = false,
+      "out [T, N] = x [T, K] times a packed weight. See helicore.ops.linear.");
+  m.def(
+      "batched_linear",
+      [](const TensorView& x, const TensorView& packed, const TensorView& out) {
+        ReleaseGilForRows release(rows_of(x));
+        nn::batched_linear(x, packed, out);
+      },
+      "x"_a, "packed"_a, "out"_a, "out[t, h] = x[t, h] times the packed matrix of head h.");
+  m.def(
+      "mlp",
+      [](const TensorView& x, const TensorView& packed_gate_up, const TensorView& packed_down,
+         const TensorView& out, int64_t intermediate, const OptionalTensor& residual) {
+        ReleaseGilForRows release(rows_of(x));
+        nn::mlp(nn::MlpTensors{.x = x,
+                               .packed_gate_up = packed_gate_up,
+                               .packed_down = packed_down,
+                               .out = out,
+                               .residual = pointer(residual),
+                               .intermediate = intermediate});
+      },
+      "x"_a, "packed_gate_up"_a, "packed_down"_a, "out"_a, "intermediate"_a,
+      "residual"_a = nb::none(), "Gated MLP. See helicore.ops.mlp.");
+}
+
+void bind_elementwise(nb::module_& m) {
+  m.def(
+      "rms_norm",
+      [](const TensorView& x, const TensorView& weight, float eps, const TensorView& out) {
+        ReleaseGilForRows release(rows_of(x));
+        nn::rms_norm(x, weight, eps, out);
+      },
+      "x"_a, "weight"_a, "eps"_a, "out"_a, "RMS norm of rows.");
+  m.def(
+      "add_rms_norm",
+      [](const TensorView& x, const TensorView& residual, const TensorView& weight, float eps,
+         const TensorView& out) {
+        ReleaseGilForRows release(rows_of(x));
+        nn::add_rms_norm(x, residual, weight, eps, out);
+      },
+      "x"_a, "residual"_a, "weight"_a, "eps"_a, "out"_a,
+      "residual += x in place, then RMS norm of the sum.");
+  m.def(
+      "silu_mul",
+      [](const TensorView& gate_up, const TensorView& out) {
+        ReleaseGilForRows release(rows_of(gate_up));
+        nn::silu_mul(gate_up, out);
+      },
+      "gate_up"_a, "out"_a, "out = silu(gate) * up.");
+  m.def(
+      "embedding",
+      [](const TensorView& ids, const TensorView& table, const TensorView& out) {
+        ReleaseGilForRows release(rows_of(ids));
+        nn::embedding(ids, table, out);
+      },
+      "ids"_a, "table"_a, "out"_a, "out[i] = table[ids[i]]; an id out of range is a ValueError.");
+}
+
+}  // namespace
+
+void bind_nn(nb::module_& m) {
+  bind_linear(m);
+  bind_elementwise(m);
+}
+
+}  // namespace helicore::bindings

@@ -1,0 +1,26 @@
+// Releasing the GIL only where a call is long enough to be worth it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace helicore::bindings {
+
+// A kernel over a few rows takes microseconds: giving the GIL up for it would let another Python
+// thread keep it for a whole switch interval. Kernels never call back into Python, so holding it
+// cannot deadlock.
+inline constexpr int64_t kRowsWorthReleasing = 32;
+
+class ReleaseGilForRows {
+ public:
+  explicit ReleaseGilForRows(int64_t rows) {
+    if (rows >= kRowsWorthReleasing) release_.emplace();
+  }
+
+ private:
+  std::optional<nanobind::gil_scoped_release> release_;
+};
+
+}  // namespace helicore::bindings
