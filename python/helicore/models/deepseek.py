@@ -1,0 +1,105 @@
+"""The decoder that the DeepSeek families share: latent attention, dense and expert layers.
+
+A family adds what its checkpoints hold besides; see `deepseek_v2.py` and `deepseek_v3.py`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from helicore import ops
+from helicore.models.base import CausalLM, ForwardBatch
+from helicore.models.config import ModelConfig
+from helicore.models.mla import AttentionStep, LatentAttention
+from helicore.models.moe import GatedMlp, MixtureOfExperts
+from helicore.models.rope import rope_of
+from helicore.models.weights import Checkpoint, WeightReader
+
+Progress = Callable[[int, int], None]
+"""Called with (parts loaded, all parts)."""
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward block, each after a norm and around a residual."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+
+    def __init__(
+        self, config: ModelConfig, index: int, w: WeightReader, softmax_scale: float
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.register_buffer("input_norm", w.own("input_layernorm.weight", hidden))
+        self.register_buffer("post_norm", w.own("post_attention_layernorm.weight", hidden))
+        self.attention = LatentAttention(config, w.at("self_attn"), softmax_scale)
+        self.mlp: GatedMlp | MixtureOfExperts
+        if config.is_moe_layer(index):
+            self.mlp = MixtureOfExperts(config, w.at("mlp"))
+        else:
+            self.mlp = GatedMlp(hidden, config.intermediate_size, w.at("mlp"))
+
+    def forward(self, x: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        x = self.attention(ops.rms_norm(x, self.input_norm, self.eps), x, step, cache)
+        out: Tensor = self.mlp(ops.rms_norm(x, self.post_norm, self.eps), x)
+        return out
+
+
+class DeepseekModel(CausalLM):
+    """A DeepSeek-architecture language model, built from a checkpoint."""
+
+    embedding: Tensor
+    cos_sin: Tensor
+    norm: Tensor
+    lm_head: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> None:
+        """Takes every weight of the checkpoint; ValueError for one that is missing or misshapen,
+        or unexpected."""
+        super().__init__(config)
+        report = progress or (lambda done, total: None)
+        parts = config.num_hidden_layers + 1
+        w = WeightReader(checkpoint, dtype)
+        rope = rope_of(config)
+        self.register_buffer("cos_sin", rope.cos_sin(config.max_position_embeddings))
+        self._load_ends(w)
+        report(1, parts)
+        self.layers = nn.ModuleList()
+        for i in range(config.num_hidden_layers):
+            at = w.at(f"model.layers.{i}")
+            self.layers.append(DecoderLayer(config, i, at, rope.softmax_scale))
+            report(i + 2, parts)
+        checkpoint.finish(lambda name: self.ignores(config, name))
+
+    def _load_ends(self, w: WeightReader) -> None:
+        vocab, hidden = self.config.vocab_size, self.config.hidden_size
+        table = w.own("model.embed_tokens.weight", vocab, hidden)
+        self.register_buffer("embedding", table)
+        self.register_buffer("norm", w.own("model.norm.weight", hidden))
+        tied = self.config.tie_word_embeddings
+        head = table if tied else w.take("lm_head.weight", vocab, hidden)
+        self.register_buffer("lm_head", ops.pack_linear(head))
+
+    @classmethod
+    def ignores(cls, config: ModelConfig, name: str) -> bool:
+        """Whether a checkpoint may hold the tensor `name` although the model has no use for it."""
+        tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+        return tied_head or name.endswith(".rotary_emb.inv_freq")
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:
+        c = self.config
+        step = AttentionStep.of(batch, self.cos_sin)
+        x = ops.embedding(batch.token_ids, self.embedding)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, step, cache)
+        x = ops.rms_norm(x.index_select(0, batch.logits_rows), self.norm, c.rms_norm_eps)
+        return ops.linear(x, self.lm_head, c.vocab_size, out_dtype=torch.float32)

@@ -1,0 +1,50 @@
+"""From a checkpoint folder to a model that is ready to run."""
+
+from pathlib import Path
+
+import torch
+
+from helicore.models.base import CausalLM
+from helicore.models.config import ModelConfig
+from helicore.models.deepseek import DeepseekModel, Progress
+from helicore.models.deepseek_v2 import DeepseekV2
+from helicore.models.deepseek_v3 import DeepseekV3
+from helicore.models.weights import Checkpoint
+
+FAMILIES: dict[str, type[DeepseekModel]] = {
+    "deepseek_v2": DeepseekV2,
+    "deepseek_v3": DeepseekV3,
+}
+"""`ModelConfig.family` -> class."""
+
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def load_model(
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Loads a Hugging Face checkpoint folder.
+
+    Args:
+        path: folder with config.json and safetensors weights.
+        dtype: bfloat16 or float32; None takes the checkpoint's (float32 where that is float16).
+        device: "cpu".
+        progress: called with (parts loaded, all parts) after each part.
+
+    Raises:
+        FileNotFoundError: the folder, its configuration or a weights file does not exist.
+        ValueError: anything wrong inside them, named with its file; or a bad argument.
+    """
+    if torch.device(device).type != "cpu":
+        raise ValueError(f'device must be "cpu", got "{device}"')
+    if dtype is not None and dtype not in _COMPUTE_DTYPES:
+        raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
+    config = ModelConfig.from_dir(path)
+    if dtype is None:
+        dtype = config.dtype if config.dtype in _COMPUTE_DTYPES else torch.float32
+    model = FAMILIES[config.family](config, Checkpoint(Path(path)), dtype, progress)
+    return model.eval()

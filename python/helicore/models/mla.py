@@ -1,0 +1,185 @@
+"""Multi-head latent attention over the paged latent cache.
+
+The cache row of a token is its normalised latent and its rotated key part, shared by all heads.
+Few query tokens use the absorbed form (queries are taken into the latent space, keys are never
+expanded); longer chunks use the expanded form. Both read the same rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from helicore import ops
+from helicore.models.base import ForwardBatch
+from helicore.models.config import ModelConfig
+from helicore.models.weights import WeightReader
+
+
+@dataclass(slots=True)
+class AttentionPart:
+    """The requests of a step that run one kernel, renumbered from zero."""
+
+    tokens: slice
+    positions: Tensor
+    cu_q: Tensor
+    kv_len: Tensor
+    block_table: Tensor
+
+
+@dataclass(slots=True)
+class AttentionStep:
+    """What all layers share in one step; made once per forward."""
+
+    positions: Tensor
+    slots: Tensor
+    cos_sin: Tensor
+    absorbed: AttentionPart | None
+    expanded: AttentionPart | None
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, cos_sin: Tensor) -> "AttentionStep":
+        requests, tokens = batch.kv_len.shape[0], batch.token_ids.shape[0]
+        n, t = batch.num_absorbed, batch.num_absorbed_tokens
+        step = cls(batch.positions, batch.slots, cos_sin, None, None)
+        if n > 0:
+            step.absorbed = _part(batch, 0, n, 0, t)
+        if n < requests:
+            step.expanded = _part(batch, n, requests, t, tokens)
+        return step
+
+
+def _part(batch: ForwardBatch, first: int, last: int, begin: int, end: int) -> AttentionPart:
+    tokens = slice(begin, end)
+    if first == 0 and last == batch.kv_len.shape[0]:
+        return AttentionPart(tokens, batch.positions, batch.cu_q, batch.kv_len, batch.block_table)
+    cu_q = batch.cu_q[first : last + 1]
+    return AttentionPart(
+        tokens,
+        batch.positions[tokens],
+        cu_q - begin if begin else cu_q,
+        batch.kv_len[first:last],
+        batch.block_table[first:last],
+    )
+
+
+class LatentAttention(nn.Module):
+    """One attention layer. The first product makes all that depends on the hidden state alone:
+    rows [q_a | kv_a] with a query bottleneck, [q | kv_a] without."""
+
+    qkv_a: Tensor
+    qkv_a_bias: Tensor | None
+    q_norm: Tensor | None
+    q_b: Tensor | None
+    kv_norm: Tensor
+    w_uk_absorb: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    o_proj: Tensor
+    o_bias: Tensor | None
+
+    def __init__(self, config: ModelConfig, w: WeightReader, softmax_scale: float) -> None:
+        super().__init__()
+        c = config
+        self.num_heads, self.head_dim = c.num_attention_heads, c.qk_head_dim
+        self.rank, self.nope, self.v = c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim
+        self.kv_width = c.kv_lora_rank + c.qk_rope_head_dim
+        self.q_width = self.num_heads * self.head_dim
+        self.first_width = c.q_lora_rank or self.q_width
+        self.hidden = c.hidden_size
+        self.norm_eps, self.softmax_scale = c.latent_norm_eps, softmax_scale
+        self.interleaved = c.rope.interleaved
+        self._load_queries(c, w)
+        self._load_heads(w)
+        self.register_buffer("kv_norm", w.own("kv_a_layernorm.weight", self.rank))
+        o_proj = w.take("o_proj.weight", self.hidden, self.num_heads * self.v)
+        self.register_buffer("o_proj", ops.pack_linear(o_proj))
+        self.register_buffer("o_bias", w.own_if(c.attention_bias, "o_proj.bias", self.hidden))
+
+    def _load_queries(self, c: ModelConfig, w: WeightReader) -> None:
+        first = "q_a_proj" if c.q_lora_rank else "q_proj"
+        a = w.take(f"{first}.weight", self.first_width, self.hidden)
+        kv_a = w.take("kv_a_proj_with_mqa.weight", self.kv_width, self.hidden)
+        self.register_buffer("qkv_a", ops.pack_linear(torch.cat([a, kv_a])))
+        bias = None
+        if c.attention_bias:
+            first_bias = torch.zeros(self.first_width, dtype=w.dtype)  # q_proj has none
+            if c.q_lora_rank:
+                first_bias = w.take("q_a_proj.bias", self.first_width)
+            bias = torch.cat([first_bias, w.take("kv_a_proj_with_mqa.bias", self.kv_width)])
+        self.register_buffer("qkv_a_bias", bias)
+        q_norm, q_b = None, None
+        if c.q_lora_rank:
+            q_norm = w.own("q_a_layernorm.weight", c.q_lora_rank)
+            q_b = ops.pack_linear(w.take("q_b_proj.weight", self.q_width, c.q_lora_rank))
+        self.register_buffer("q_norm", q_norm)
+        self.register_buffer("q_b", q_b)
+
+    def _load_heads(self, w: WeightReader) -> None:
+        """kv_b_proj has, head by head, the rows of the keys and then those of the values."""
+        rows = self.nope + self.v
+        kv_b = w.take("kv_b_proj.weight", self.num_heads * rows, self.rank)
+        kv_b = kv_b.view(self.num_heads, rows, self.rank)
+        w_uk = kv_b[:, : self.nope]
+        self.register_buffer("w_uk_absorb", ops.pack_linear(w_uk.transpose(1, 2).contiguous()))
+        self.register_buffer("w_uk", ops.pack_linear(w_uk))
+        self.register_buffer("w_uv", ops.pack_linear(kv_b[:, self.nope :]))
+
+    def forward(self, h: Tensor, residual: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
+        """residual + attention(h); h and residual [T, hidden]."""
+        first = ops.linear(h, self.qkv_a, self.first_width + self.kv_width, self.qkv_a_bias)
+        q, kv_a = first.split([self.first_width, self.kv_width], dim=-1)
+        ops.mla_append(
+            kv_a,
+            self.kv_norm,
+            self.norm_eps,
+            step.cos_sin,
+            step.positions,
+            step.slots,
+            cache,
+            self.interleaved,
+        )
+        if self.q_b is not None and self.q_norm is not None:
+            q = ops.linear(ops.rms_norm(q, self.q_norm, self.norm_eps), self.q_b, self.q_width)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        o = self._attend(q, step, cache)
+        return ops.linear(o, self.o_proj, self.hidden, self.o_bias, residual)
+
+    def _attend(self, q: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
+        if step.expanded is None:
+            assert step.absorbed is not None
+            return self._absorbed(q, step, step.absorbed, cache)
+        if step.absorbed is None:
+            return self._expanded(q, step, step.expanded, cache)
+        return torch.cat(
+            [
+                self._absorbed(q[step.absorbed.tokens], step, step.absorbed, cache),
+                self._expanded(q[step.expanded.tokens], step, step.expanded, cache),
+            ]
+        )
+
+    def _absorbed(
+        self, q: Tensor, step: AttentionStep, part: AttentionPart, cache: Tensor
+    ) -> Tensor:
+        """q [t, heads, nope + rope] not rotated -> [t, heads * v]."""
+        q = ops.mla_absorb(q, self.w_uk_absorb, step.cos_sin, part.positions, self.interleaved)
+        o = ops.mla_decode(
+            q, cache, part.block_table, part.cu_q, part.kv_len, self.softmax_scale, self.rank
+        )
+        return ops.mla_project_v(o, self.w_uv)
+
+    def _expanded(
+        self, q: Tensor, step: AttentionStep, part: AttentionPart, cache: Tensor
+    ) -> Tensor:
+        """q [t, heads, nope + rope] not rotated -> [t, heads * v]."""
+        q = ops.rope_q(q, step.cos_sin, part.positions, self.interleaved)
+        return ops.mla_prefill(
+            q,
+            cache,
+            part.block_table,
+            part.cu_q,
+            part.kv_len,
+            self.w_uk,
+            self.w_uv,
+            self.softmax_scale,
+        )

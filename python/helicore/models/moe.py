@@ -1,0 +1,101 @@
+"""Feed-forward blocks: the gated MLP and the mixture of experts with a shared expert."""
+
+import torch
+from torch import Tensor, nn
+
+from helicore import ops
+from helicore.models.config import ModelConfig
+from helicore.models.weights import WeightReader
+
+
+def _gate_up(w: WeightReader, size: int, hidden: int) -> Tensor:
+    """Gate rows, then up rows: [2 * size, hidden]."""
+    return torch.cat([w.take(f"{n}_proj.weight", size, hidden) for n in ("gate", "up")])
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate h) * up h)."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __init__(self, hidden: int, size: int, w: WeightReader) -> None:
+        super().__init__()
+        self.hidden, self.size = hidden, size
+        self.register_buffer("gate_up", ops.pack_linear(_gate_up(w, size, hidden), groups=2))
+        self.register_buffer("down", ops.pack_linear(w.take("down_proj.weight", hidden, size)))
+
+    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
+        """residual + mlp(h); both [T, hidden]."""
+        return ops.mlp(h, self.gate_up, self.down, self.size, self.hidden, residual)
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts, weighted, plus the shared expert, which is not. The router is fp32."""
+
+    gate: Tensor
+    gate_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+
+    def __init__(self, config: ModelConfig, w: WeightReader) -> None:
+        super().__init__()
+        if config.moe is None:
+            raise ValueError("config.moe must not be None")
+        m, hidden = config.moe, config.hidden_size
+        self.moe, self.hidden = m, hidden
+        fp32 = torch.float32
+        self.register_buffer("gate", w.own("gate.weight", m.num_experts, hidden, dtype=fp32))
+        bias = None
+        if m.topk_method == "noaux_tc":
+            bias = w.own("gate.e_score_correction_bias", m.num_experts, dtype=fp32)
+        self.register_buffer("gate_bias", bias)
+        experts = w.at("experts")
+        self._load_experts(experts)
+        self.shared: GatedMlp | None = None
+        if m.shared_size:
+            self.shared = GatedMlp(hidden, m.shared_size, w.at("shared_experts"))
+
+    def _load_experts(self, w: WeightReader) -> None:
+        """Packs expert by expert, so that only one is held unpacked."""
+        m, hidden = self.moe, self.hidden
+        for name, width in (("gate_up", 2 * m.expert_size), ("down", hidden)):
+            packed: Tensor | None = None
+            for e in range(m.num_experts):
+                at = w.at(str(e))
+                if name == "gate_up":
+                    one = ops.pack_linear(_gate_up(at, m.expert_size, hidden), groups=2)
+                else:
+                    one = ops.pack_linear(at.take("down_proj.weight", width, m.expert_size))
+                if packed is None:
+                    packed = one.new_empty((m.num_experts, *one.shape))
+                packed[e] = one
+            self.register_buffer(name, packed)
+
+    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
+        """residual + experts(h); both [T, hidden]."""
+        m, shared = self.moe, self.shared
+        ids, weights = ops.route(
+            h,
+            self.gate,
+            self.gate_bias,
+            m.top_k,
+            m.n_group,
+            m.topk_group,
+            m.scoring_func,
+            2 if m.topk_method == "noaux_tc" else 1,
+            m.norm_topk_prob,
+            m.routed_scaling_factor,
+        )
+        return ops.moe_forward(
+            h,
+            ids,
+            weights,
+            self.gate_up,
+            self.down,
+            m.expert_size,
+            None if shared is None else shared.gate_up,
+            None if shared is None else shared.down,
+            m.shared_size,
+            residual,
+        )
