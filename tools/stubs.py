@@ -229,7 +229,7 @@ class NanobindAdapter:
         return parsed
 
 
-class Parser(  # type: ignore[misc]
+class Parser(
     error_handlers.LoggerData,
     fix.FixMissing__future__AnnotationsImport,
     fix.FixMissing__all__Attribute,

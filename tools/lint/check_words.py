@@ -29,7 +29,7 @@ FORBIDDEN = (
     (re.compile(r"(?<![\w.])/(?:wor[k]|hom[e]|roo[t])/[\w.]"), "a path of one machine"),
     (re.compile(r"/tm[p]/h[c]\b"), "a path of one machine"),
     (re.compile(r"\b[i]ssues? #?\d+", re.IGNORECASE), "a tracker number"),
-    (re.compile(r"(?<!\w)#[1-9]\d{2,}\b(?!\w)"), "a tracker number"),
+    (re.compile(r"(?<!\w)#[1-9]\d{2,4}\b(?!\w)"), "a tracker number"),
     (
         re.compile(r"\bshare[d]/(?:design|spec|cases|toolchain|tiny|hooks)"),
         "a path outside the tree",
