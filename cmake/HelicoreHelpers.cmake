@@ -1,5 +1,15 @@
 # helicore_add_area(), helicore_add_isa_sources(), helicore_add_test(), and the static and shared libraries.
 
+# Where things are installed. In a wheel everything sits below the Python package, so that
+# `-DCMAKE_PREFIX_PATH=$(python -m helicore --cmake-dir)` finds it wherever the wheel is unpacked.
+if(SKBUILD)
+  set(HELICORE_INSTALL_LIBDIR helicore/lib)
+  set(HELICORE_INSTALL_INCLUDEDIR helicore/include)
+else()
+  set(HELICORE_INSTALL_LIBDIR ${CMAKE_INSTALL_LIBDIR})
+  set(HELICORE_INSTALL_INCLUDEDIR ${CMAKE_INSTALL_INCLUDEDIR})
+endif()
+
 # helicore_add_area(<area> SOURCES ... [CUDA_SOURCES ...] [NO_CUDA_SOURCES ...])
 # One OBJECT library per area. CUDA_SOURCES are compiled when CUDA is on, NO_CUDA_SOURCES when it is off.
 function(helicore_add_area area)
@@ -32,10 +42,12 @@ function(helicore_isa_variants out_var file)
   else()
     set(isas generic)
   endif()
+  # Included by its path below cpp/, so that the compiler cache serves every clone.
+  file(RELATIVE_PATH include_path "${PROJECT_SOURCE_DIR}/cpp" "${CMAKE_CURRENT_SOURCE_DIR}/${file}")
   foreach(isa IN LISTS isas)
     set(variant "${CMAKE_CURRENT_BINARY_DIR}/${stem}_${isa}.cpp")
     file(CONFIGURE OUTPUT "${variant}" CONTENT
-      "// Generated: ${file} for one instruction set.\n#define HELICORE_ISA_@isa@ 1\n#include \"@CMAKE_CURRENT_SOURCE_DIR@/@file@\"\n" @ONLY)
+      "// Generated: ${file} for one instruction set.\n#define HELICORE_ISA_@isa@ 1\n#include \"@include_path@\"\n" @ONLY)
     set(flags "-ffp-contract=fast")
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # gcc 12 warns inside its own avx512fintrin.h
       list(APPEND flags -Wno-maybe-uninitialized -Wno-uninitialized)
@@ -91,36 +103,29 @@ function(helicore_add_test area)
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES LABELS ${area})
 endfunction()
 
-# Headers, both libraries and the CMake package. In a wheel everything sits below the Python package, so that
-# `-DCMAKE_PREFIX_PATH=$(python -m helicore --cmake-dir)` finds it wherever the wheel is unpacked.
+# Headers, both libraries and the CMake package. `check.h`, `simd.h` and test introspection stay inside.
 function(helicore_install)
   include(CMakePackageConfigHelpers)
-  if(SKBUILD)
-    set(root helicore)
-    set(libdir helicore/lib)
-    set(HELICORE_INSTALL_INCLUDEDIR helicore/include)
-  else()
-    set(libdir ${CMAKE_INSTALL_LIBDIR})
-    set(HELICORE_INSTALL_INCLUDEDIR ${CMAKE_INSTALL_INCLUDEDIR})
-  endif()
-  set(package_dir ${libdir}/cmake/helicore)
+  set(package_dir ${HELICORE_INSTALL_LIBDIR}/cmake/helicore)
   set_target_properties(helicore_static PROPERTIES EXPORT_NAME static)
   set_target_properties(helicore_shared PROPERTIES EXPORT_NAME shared)
+  set(namelink "")
   if(SKBUILD)  # wheels hold no symbolic links: one file, named by its soname
-    set_target_properties(helicore_shared PROPERTIES VERSION "${PROJECT_VERSION_MAJOR}"
-      SOVERSION "${PROJECT_VERSION_MAJOR}" NAMELINK_COMPONENT skip)
+    set_target_properties(helicore_shared PROPERTIES VERSION "${PROJECT_VERSION_MAJOR}")
+    set(namelink NAMELINK_SKIP)
   endif()
   install(TARGETS helicore_static helicore_shared EXPORT helicore-targets
-    ARCHIVE DESTINATION ${libdir}
-    LIBRARY DESTINATION ${libdir} NAMELINK_SKIP
+    ARCHIVE DESTINATION ${HELICORE_INSTALL_LIBDIR}
+    LIBRARY DESTINATION ${HELICORE_INSTALL_LIBDIR} ${namelink}
     INCLUDES DESTINATION ${HELICORE_INSTALL_INCLUDEDIR})
   install(EXPORT helicore-targets NAMESPACE helicore:: DESTINATION ${package_dir})
   install(DIRECTORY "${PROJECT_SOURCE_DIR}/cpp/helicore" DESTINATION ${HELICORE_INSTALL_INCLUDEDIR}
-    FILES_MATCHING PATTERN "*.h" PATTERN "check.h" EXCLUDE PATTERN "simd.h" EXCLUDE PATTERN "introspection.h" EXCLUDE)
+    FILES_MATCHING PATTERN "*.h" PATTERN "check.h" EXCLUDE PATTERN "simd.h" EXCLUDE
+    PATTERN "introspection.h" EXCLUDE)
   configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/helicore-config.cmake.in"
     "${PROJECT_BINARY_DIR}/helicore-config.cmake" INSTALL_DESTINATION ${package_dir})
   write_basic_package_version_file("${PROJECT_BINARY_DIR}/helicore-config-version.cmake"
     COMPATIBILITY SameMinorVersion)
-  install(FILES "${PROJECT_BINARY_DIR}/helicore-config.cmake" "${PROJECT_BINARY_DIR}/helicore-config-version.cmake"
-    DESTINATION ${package_dir})
+  install(FILES "${PROJECT_BINARY_DIR}/helicore-config.cmake"
+    "${PROJECT_BINARY_DIR}/helicore-config-version.cmake" DESTINATION ${package_dir})
 endfunction()
