@@ -1,8 +1,8 @@
 """Registration of native kernels as torch custom operators, with a direct path for eager calls.
 
-A dispatched custom operator costs about ten microseconds a call, a direct call into the native module about one.
-`register_op` therefore returns a plain function that runs the implementation itself, and goes through
-`torch.ops.helicore.<name>` only while `torch.compile` or `torch.export` traces.
+A dispatched custom operator costs several microseconds a call, a direct call into the native module
+about one. `register_op` therefore returns a plain function that runs the implementation itself, and
+goes through `torch.ops.helicore.<name>` only while `torch.compile` or `torch.export` traces.
 """
 
 import functools

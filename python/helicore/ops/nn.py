@@ -1,7 +1,7 @@
 """Linear layers over packed weights, norms, activations and the gated MLP.
 
-Shapes: T rows (tokens), K input and N output features. Tensors are bfloat16 or float32; sums are float32. The bits
-of a row do not depend on the rows computed with it nor on the number of threads.
+Shapes: T rows (tokens), K input and N output features. Tensors are bfloat16 or float32; sums are
+float32. The bits of a row do not depend on the rows computed with it nor on the number of threads.
 """
 
 import torch
