@@ -220,6 +220,12 @@ class SchedulerConfig:
         minimum=1,
         maximum=1 << 20,
     )
+    max_concurrent_prefills: int = _setting(
+        8,
+        "Prompts that may be in progress at once beyond what the token budget can run in a step.",
+        env="HELICORE_MAX_CONCURRENT_PREFILLS",
+        minimum=1,
+    )
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -291,7 +297,7 @@ class EngineConfig:
         None,
         "Tokens of prompt and output together; None is what the model and the KV pool allow.",
         env="HELICORE_MAX_MODEL_LEN",
-        minimum=1,
+        minimum=2,
     )
     num_threads: int | None = _setting(
         None,

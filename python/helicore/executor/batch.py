@@ -1,0 +1,144 @@
+"""Builds the inputs of one step in buffers that live as long as the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from helicore.executor.lanes import Ints, Lanes
+from helicore.executor.scheduler import Chunk, Step
+from helicore.models.base import ForwardBatch
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """A batch and which of its logits mean what.
+
+    The first len(sampled) rows of the logits choose the next token of those lanes; the rest are
+    rows of prompts whose log-probabilities are wanted, chunk by chunk in `prompt_chunks`.
+    """
+
+    forward: ForwardBatch
+    sampled: Ints
+    prompt_chunks: list[Chunk]
+
+
+class BatchBuilder:
+    """Turns a Step into a ForwardBatch with a fixed number of vector operations per decode step.
+
+    Tensors of the result are views of this object's buffers: valid until the next build.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        block_table: np.ndarray[tuple[int, int], np.dtype[np.int32]],
+        page_size: int,
+        max_tokens: int,
+        absorbed_limit: int,
+    ) -> None:
+        """absorbed_limit: chunks of at most so many tokens run the absorbed kernel."""
+        num_lanes = len(lanes.sequences)
+        self._lanes = lanes
+        self._table = block_table
+        self._table_tensor = torch.from_numpy(block_table)
+        self._page_size = page_size
+        self._absorbed_limit = absorbed_limit
+        self._tokens = np.zeros(max_tokens, np.int32)
+        self._positions = np.zeros(max_tokens, np.int32)
+        self._slots = np.zeros(max_tokens, np.int64)
+        self._cu_q = np.zeros(num_lanes + 1, np.int32)
+        self._kv_len = np.zeros(num_lanes, np.int32)
+        self._rows = np.zeros(max_tokens + num_lanes, np.int64)
+        self._batch_table = np.zeros_like(block_table)
+        self._iota = np.arange(num_lanes + 1, dtype=np.int32)
+        self._previous: tuple[int, int, int, int, bool] | None = None
+        self._forward: ForwardBatch | None = None
+
+    def build(self, step: Step) -> StepInputs:
+        decode = step.decode
+        num_decode = len(decode)
+        chunks = sorted(step.chunks, key=lambda chunk: chunk.length > self._absorbed_limit)
+        num_absorbed = num_decode + sum(c.length <= self._absorbed_limit for c in chunks)
+        self._put_decodes(decode)
+        self._put_chunks(chunks, num_decode)
+        sampled, prompt_chunks, num_rows = self._put_rows(decode, chunks)
+        is_dense = not chunks and num_decode > 0 and int(decode[-1]) == num_decode - 1
+        num_requests = num_decode + len(chunks)
+        if not is_dense:
+            lanes = np.concatenate([decode, [c.sequence.lane for c in chunks]]).astype(np.int64)
+            np.take(self._table, lanes, axis=0, out=self._batch_table[:num_requests], mode="clip")
+        shape = (int(self._cu_q[num_requests]), num_requests, num_absorbed, num_rows, is_dense)
+        return StepInputs(self._views(shape), sampled, prompt_chunks)
+
+    def _put_decodes(self, decode: Ints) -> None:
+        n = len(decode)
+        positions = self._lanes.num_computed[decode]
+        self._positions[:n] = positions
+        self._tokens[:n] = self._lanes.tokens[decode, positions]
+        pages, offsets = np.divmod(positions, self._page_size)
+        self._slots[:n] = self._table[decode, pages]
+        self._slots[:n] *= self._page_size
+        self._slots[:n] += offsets
+        self._kv_len[:n] = positions
+        self._kv_len[:n] += 1
+        self._cu_q[: n + 1] = self._iota[: n + 1]
+
+    def _put_chunks(self, chunks: list[Chunk], num_decode: int) -> None:
+        begin = num_decode
+        for row, chunk in enumerate(chunks, start=num_decode):
+            lane, end = chunk.sequence.lane, begin + chunk.length
+            positions = np.arange(chunk.start, chunk.start + chunk.length)
+            self._positions[begin:end] = positions
+            self._tokens[begin:end] = self._lanes.tokens[lane, positions[0] : positions[-1] + 1]
+            pages, offsets = np.divmod(positions, self._page_size)
+            slots = self._table[lane, pages].astype(np.int64)
+            self._slots[begin:end] = slots * self._page_size + offsets
+            self._kv_len[row] = chunk.start + chunk.length
+            self._cu_q[row + 1] = end
+            begin = end
+
+    def _put_rows(self, decode: Ints, chunks: list[Chunk]) -> tuple[Ints, list[Chunk], int]:
+        """Rows of the logits: decodes, chunks that end a prompt, then rows of prompts."""
+        n = len(decode)
+        self._rows[:n] = self._iota[:n]
+        if not chunks:
+            return decode, [], n
+        ending: list[int] = []
+        prompt_chunks: list[Chunk] = []
+        for row, chunk in enumerate(chunks, start=n):
+            lane = chunk.sequence.lane
+            if chunk.start + chunk.length == self._lanes.num_tokens[lane]:
+                self._rows[n + len(ending)] = self._cu_q[row + 1] - 1
+                ending.append(lane)
+        total = n + len(ending)
+        for row, chunk in enumerate(chunks, start=n):
+            if chunk.sequence.needs_prompt_logprobs:
+                prompt_chunks.append(chunk)
+                self._rows[total : total + chunk.length] = np.arange(
+                    self._cu_q[row], self._cu_q[row + 1]
+                )
+                total += chunk.length
+        return np.concatenate([decode, np.array(ending, np.int64)]), prompt_chunks, total
+
+    def _views(self, shape: tuple[int, int, int, int, bool]) -> ForwardBatch:
+        """The buffers' leading parts as tensors; those of the step before where shapes agree."""
+        if shape == self._previous and self._forward is not None:
+            return self._forward
+        num_tokens, num_requests, num_absorbed, num_rows, is_dense = shape
+        table = self._table_tensor if is_dense else torch.from_numpy(self._batch_table)
+        self._previous = shape
+        self._forward = ForwardBatch(
+            token_ids=torch.from_numpy(self._tokens[:num_tokens]),
+            positions=torch.from_numpy(self._positions[:num_tokens]),
+            slots=torch.from_numpy(self._slots[:num_tokens]),
+            cu_q=torch.from_numpy(self._cu_q[: num_requests + 1]),
+            kv_len=torch.from_numpy(self._kv_len[:num_requests]),
+            block_table=table[:num_requests],
+            num_absorbed=num_absorbed,
+            num_absorbed_tokens=int(self._cu_q[num_absorbed]),
+            logits_rows=torch.from_numpy(self._rows[:num_rows]),
+        )
+        return self._forward

@@ -1,0 +1,266 @@
+"""The engine: requests in, updates out, one step at a time.
+
+    add_request -> [waiting] -> step(): schedule, run, post-process -> SequenceUpdate
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from helicore import _core
+from helicore.config import EngineConfig, FieldError
+from helicore.executor.admission import ModelLimits, make_request
+from helicore.executor.batch import BatchBuilder, StepInputs
+from helicore.executor.counters import EngineCounters, Stopwatch
+from helicore.executor.detokenizer import Detokenizer
+from helicore.executor.kv_pool import KVPool
+from helicore.executor.lanes import Lanes
+from helicore.executor.pool_shape import PoolShape
+from helicore.executor.postprocess import PostProcessor
+from helicore.executor.runner import Runner
+from helicore.executor.sampler import Sampled, Sampler
+from helicore.executor.scheduler import Scheduler, Step
+from helicore.executor.sequence import Phase, Request
+from helicore.executor.sequence import Sequence as Output
+from helicore.executor.updates import SequenceUpdate
+from helicore.kv import ReuseScope
+from helicore.models.base import CausalLM
+from helicore.models.loader import load_model
+from helicore.sampling_params import SamplingParams
+
+_MAX_PROMPT_LOGIT_BYTES = 256 << 20
+
+
+class Engine:
+    """Serves requests of one model. One thread drives it; nothing here blocks but `step`.
+
+    A failed add_request leaves the engine as it was. An error that one request causes inside a
+    step ends that request with finish_reason "abort" and an `error`; the others go on.
+    """
+
+    counters: EngineCounters
+    """Live; `counters.snapshot()` is a copy that stays."""
+
+    def __init__(self, config: EngineConfig, *, model: CausalLM | None = None) -> None:
+        """Loads the model (unless one is given) and takes the memory of the KV cache."""
+        _set_threads(config.num_threads)
+        self.config = config
+        self.model = model if model is not None else load(config)
+        self.counters = EngineCounters()
+        shape = PoolShape.fit(config, self.model)
+        self.limits = ModelLimits(
+            vocab_size=self.model.config.vocab_size,
+            max_model_len=shape.max_model_len,
+            max_model_len_source=shape.max_model_len_source,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            eos_token_ids=self.model.config.eos_token_ids,
+        )
+        self._lanes = Lanes(
+            config.scheduler.max_num_seqs, shape.max_model_len, self.limits.vocab_size
+        )
+        self._pool = KVPool(shape)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self._lanes,
+            self._pool,
+            self.counters,
+            max(1, _MAX_PROMPT_LOGIT_BYTES // (4 * self.limits.vocab_size)),
+        )
+        self._batch = BatchBuilder(
+            self._lanes,
+            self._pool.block_table,
+            self._pool.page_size,
+            config.scheduler.max_num_batched_tokens,
+            1,
+        )
+        self._runner = Runner(self.model, self._pool.caches)
+        self._sampler = Sampler(self._lanes, self.limits.vocab_size)
+        self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
+        self._watch = Stopwatch(self.counters.times)
+        self._requests: dict[str, Request] = {}
+        self._pending: list[SequenceUpdate] = []
+        self._num_arrivals = 0
+        seed = secrets.randbits(63) if config.seed is None else config.seed
+        self._rng = np.random.default_rng(seed)
+        self._private_salt = secrets.token_hex(8)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        reuse_scope: ReuseScope | None = None,
+        detokenizer_factory: Callable[[], Detokenizer] | None = None,
+    ) -> None:
+        """Queues a request; ValueError naming the field where it can never be served.
+
+        Smaller priorities run first. `reuse_scope` separates prefix caches (tenants, adapters).
+        `detokenizer_factory` is needed for stop strings and called once per sequence.
+        """
+        if request_id in self._requests:
+            raise FieldError("request_id", f"request_id {request_id!r} is already in use")
+        request = make_request(
+            request_id,
+            prompt_token_ids,
+            params,
+            self.limits,
+            priority=priority,
+            arrival=self._num_arrivals,
+            scope=reuse_scope,
+            detokenizer_factory=detokenizer_factory,
+        )
+        if not self.config.kv_cache.enable_prefix_caching:
+            # A scope of its own: siblings and recomputation still share, nobody else matches.
+            salt = f"{self._private_salt}-{request.arrival}"
+            request.scope = ReuseScope(None, salt)
+        self._add_sequences(request)
+        self._num_arrivals += 1
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its last updates come with the next step. Unknown ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._pending += [
+                self._post.abort(sequence)
+                for sequence in request.sequences
+                if sequence.phase is not Phase.DONE
+            ]
+
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do or to report."""
+        return bool(self._requests or self._pending)
+
+    # --- the step ----------------------------------------------------------------------------
+
+    def step(self) -> list[SequenceUpdate]:
+        """Schedules, runs and post-processes one step; what happened, in no particular order."""
+        updates, self._pending = self._pending, []
+        self._watch.restart()
+        step = self._scheduler.schedule()
+        self._watch.mark("schedule")
+        if not step.empty:
+            try:
+                computed = self._compute(step)
+            except Exception:
+                updates += self._run_one_by_one(step)
+            else:
+                updates += self._finish(step, *computed)
+        self._update_gauges()
+        return updates
+
+    def _compute(self, step: Step) -> tuple[StepInputs, Sampled]:
+        """The part of a step that can fail: it changes cache rows, but no sequence."""
+        inputs = self._batch.build(step)
+        self._watch.mark("prepare")
+        logits = self._runner.run(inputs.forward)
+        self._watch.mark("forward")
+        sampled = self._sampler.sample(inputs, logits)
+        self._watch.mark("sample")
+        return inputs, sampled
+
+    def _finish(self, step: Step, inputs: StepInputs, sampled: Sampled) -> list[SequenceUpdate]:
+        """Sequences take in what was computed; those that ended leave."""
+        times = self.counters.times
+        detokenize = times.detokenize
+        self._scheduler.advance(step)
+        updates = self._post.run(inputs.sampled, sampled)
+        for request_id in self._post.take_finished():
+            self._requests.pop(request_id, None)
+        self._watch.mark("postprocess")
+        times.postprocess -= times.detokenize - detokenize
+        return updates
+
+    def _run_one_by_one(self, step: Step) -> list[SequenceUpdate]:
+        """After a step failed: each sequence alone, so that only those at fault are aborted."""
+        updates: list[SequenceUpdate] = []
+        for sequence, part in step.split(self._lanes):
+            try:
+                computed = self._compute(part)
+            except Exception as error:
+                updates.append(self._post.abort(sequence, f"{type(error).__name__}: {error}"))
+            else:
+                updates += self._finish(part, *computed)
+        for request_id in self._post.take_finished():
+            self._requests.pop(request_id, None)
+        return updates
+
+    # --- the rest ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all requests and gives the cache memory back. The engine is not usable after."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._pending.clear()
+        self._pool.close()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False (and no effect) while sequences run."""
+        if self._scheduler.num_running:
+            return False
+        self._pool.clear()
+        return True
+
+    def _add_sequences(self, request: Request) -> None:
+        params = request.params
+        base = self._rng.integers(0, 2**63) if params.seed is None else params.seed
+        for index in range(params.n):
+            seed = _derived_seed(int(base), index)
+            sequence = Output(request, index, seed, request.prompt)
+            if request.detokenizer_factory is not None:
+                sequence.detokenizer = request.detokenizer_factory()
+            if params.prompt_logprobs is not None and index == 0:
+                sequence.prompt_logprobs = [None]
+            request.sequences.append(sequence)
+
+    def _update_gauges(self) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.num_requests_running = self._scheduler.num_running
+        counters.num_requests_waiting = self._scheduler.num_waiting
+        counters.kv_pages_total = self._pool.num_pages
+        counters.kv_pages_in_use = self._pool.num_pages - self._pool.available_pages()
+
+
+def _derived_seed(base: int, index: int) -> int:
+    """The seed of one of n sequences; that of the first one is its request's."""
+    if index == 0:
+        return base
+    return int(np.random.SeedSequence([base, index]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def load(config: EngineConfig) -> CausalLM:
+    """The model that `config` names: a checkpoint folder or a model bundled with the package."""
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    return load_model(find_model(config.model), dtype=dtype, device="cpu")
+
+
+def find_model(model: str | Path) -> Path:
+    """The folder of a model; FileNotFoundError says how to get one that is not here."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    bundled = Path(__file__).parents[1] / "assets" / str(model)
+    if "/" not in str(model) and (bundled / "config.json").exists():
+        return bundled
+    hint = ""
+    if str(model).count("/") == 1:
+        hint = f"; to download it: hf download {model} --local-dir {str(model).split('/')[1]}"
+    raise FileNotFoundError(f"model {str(model)!r} is neither a folder nor a bundled model{hint}")
+
+
+def _set_threads(num_threads: int | None) -> None:
+    if num_threads is not None:
+        _core.core.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,104 @@
+"""How large the KV pool is, and how long a sequence may be in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from helicore.config import EngineConfig, FieldError
+from helicore.models.base import CausalLM
+from helicore.models.config import ModelConfig
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShape:
+    """Everything the pool is built from; made once from the settings and the model."""
+
+    row_widths: tuple[int, ...]
+    """Elements of a token's row, layer by layer."""
+    dtype: torch.dtype
+    page_size: int
+    num_bytes: int
+    num_lanes: int
+    max_model_len: int
+    max_model_len_source: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return sum(self.row_widths) * self.page_size * self.dtype.itemsize
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+    @classmethod
+    def fit(cls, config: EngineConfig, model: CausalLM) -> PoolShape:
+        """FieldError when the memory can't hold a useful sequence, or not the one asked for."""
+        dtype = cache_dtype(config, model.config)
+        widths = tuple(model.kv_layers(model.config, dtype))
+        page_size = config.kv_cache.block_size
+        page_bytes = sum(widths) * page_size * dtype.itemsize
+        num_bytes = host_bytes(config.kv_cache.host_gb)
+        # One page stays free for the copy of a partly matched one, so a lone sequence always runs.
+        pool_tokens = (num_bytes // page_bytes - 1) * page_size
+        if pool_tokens < 2:
+            raise FieldError(
+                "host_gb",
+                f"host_gb gives {num_bytes} bytes of KV cache, but two pages of {page_bytes} bytes "
+                "are the least that works",
+            )
+        length, source = model_length(config, model.config, pool_tokens)
+        return cls(
+            row_widths=widths,
+            dtype=dtype,
+            page_size=page_size,
+            num_bytes=num_bytes,
+            num_lanes=config.scheduler.max_num_seqs,
+            max_model_len=length,
+            max_model_len_source=source,
+        )
+
+
+def cache_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    """Dtype of cached rows: as set, else what the model computes in."""
+    for name in (config.kv_cache.dtype, config.dtype):
+        if name != "auto":
+            dtype: torch.dtype = getattr(torch, name)
+            return dtype
+    return model.dtype if model.dtype is torch.bfloat16 else torch.float32
+
+
+def host_bytes(host_gb: float | None) -> int:
+    """Bytes of the hot tier on a CPU: as set, else a quarter of the machine's memory."""
+    if host_gb is not None:
+        return int(host_gb * _GIB)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def model_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> tuple[int, str]:
+    """Longest sequence (prompt and output) and where that limit comes from."""
+    model_len = model.max_position_embeddings
+    wanted = config.max_model_len
+    if wanted is None:
+        if pool_tokens < model_len:
+            return pool_tokens, f"what the KV pool holds; the model allows {model_len}"
+        return model_len, "max_position_embeddings of the model"
+    if wanted > model_len:
+        raise FieldError(
+            "max_model_len",
+            f"max_model_len must be at most {model_len} (max_position_embeddings of the model), "
+            f"got {wanted}",
+        )
+    if wanted > pool_tokens:
+        raise FieldError(
+            "max_model_len",
+            f"max_model_len {wanted} does not fit the KV pool of {pool_tokens} tokens; "
+            "lower max_model_len or raise host_gb",
+        )
+    return wanted, "as set"

@@ -1,0 +1,24 @@
+"""Runs the model: owns it, knows where its cache is, and calls forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from helicore.models.base import CausalLM, ForwardBatch
+
+
+class Runner:
+    """A model and the per-layer cache views that it reads and writes."""
+
+    def __init__(self, model: CausalLM, caches: Sequence[Tensor]) -> None:
+        self.model = model
+        self._caches = caches
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Appends the step's rows and returns fp32 logits [n, vocab_size]."""
+        with torch.inference_mode():
+            logits: Tensor = self.model(batch, self._caches)
+        return logits
