@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 YARN = {
@@ -100,6 +102,87 @@ def hf_logits(model: Any, token_ids: list[int]) -> Tensor:
     """fp32 [len(token_ids), vocab]."""
     logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits
     return logits[0].float()
+
+
+def load_hf(folder: Path, dtype: torch.dtype) -> Any:
+    """The `transformers` model of a folder, with its plain attention."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def edit_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Replaces one tensor of the weights file by `change(tensor)`; None removes it. A name that
+    is not there is added, from an empty tensor."""
+    file = folder / "model.safetensors"
+    tensors = {k: v.clone() for k, v in load_file(file).items()}
+    new = change(tensors.pop(name, torch.empty(0)))
+    if new is not None:
+        tensors[name] = new.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def quantise_fp8(folder: Path) -> None:
+    """Turns a single-file checkpoint into FP8 blocks of 128x128, as published models are: all
+    matrices of the layers but the router."""
+    file = folder / "model.safetensors"
+    out: dict[str, Tensor] = {}
+    for name, t in load_file(file).items():
+        if t.ndim != 2 or ".layers." not in name or ".mlp.gate." in name:
+            out[name] = t
+            continue
+        rows, cols = (-(-n // 128) for n in t.shape)
+        scale = torch.empty(rows, cols)
+        codes = torch.empty(t.shape, dtype=torch.float8_e4m3fn)
+        for i in range(rows):
+            for j in range(cols):
+                at = (slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
+                scale[i, j] = t[at].abs().max() / 448
+                codes[at] = (t[at] / scale[i, j]).to(codes.dtype)
+        out[name], out[f"{name}_scale_inv"] = codes, scale
+    save_file(out, file, {"format": "pt"})
+    edit_json(
+        folder / "config.json",
+        quantization_config={
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    )
+
+
+def dequantise_fp8(model: Any, folder: Path) -> None:
+    """Gives `model` the weights that the FP8 checkpoint in `folder` stands for."""
+    stored = load_file(folder / "model.safetensors")
+    plain = {}
+    for name, t in stored.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = stored.get(f"{name}_scale_inv")
+        if scale is None:
+            plain[name] = t.float()
+            continue
+        rows = torch.arange(t.shape[0]) // 128
+        cols = torch.arange(t.shape[1]) // 128
+        plain[name] = t.float() * scale[rows][:, cols]
+    layers = {}
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        parts = name.rsplit(".", 1)
+        if name.endswith(("gate_up_proj", "down_proj")) and "experts" in name:
+            kinds = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+            layers[name] = torch.stack(
+                [
+                    torch.cat([plain[f"{parts[0]}.{e}.{kind}_proj.weight"] for kind in kinds])
+                    for e in range(p.shape[0])
+                ]
+            )
+        elif name in plain:
+            layers[name] = plain[name]
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            if name in layers:
+                p.copy_(layers[name])
 
 
 def edit_json(path: Path, **changes: Any) -> None:
