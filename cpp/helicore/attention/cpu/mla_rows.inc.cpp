@@ -1,0 +1,169 @@
+// Row-wise kernels: cache append (norm, rope, write), rope of queries, merge of partial results.
+#include "helicore/attention/cpu/gather.inc.h"
+#include "helicore/attention/cpu/kernels.h"
+
+namespace helicore::attention::HELICORE_ISA_NS {
+namespace {
+
+template <class T>
+inline VF load_upto(const T* p, int64_t left) {
+  return left >= 16 ? load(p) : load_n(p, static_cast<int>(left));
+}
+template <class T>
+inline void store_upto(T* p, VF x, int64_t left) {
+  if (left >= 16) {
+    store(p, x);
+  } else {
+    store_n(p, x, static_cast<int>(left));
+  }
+}
+
+// out[0 : n] = x * rsqrt(mean(x^2) + eps) * weight, or x when weight is null.
+template <class T, class W, class O>
+void norm_row(const T* x, const W* weight, int64_t n, float eps, O* out) {
+  VF scale = set1(1.0f);
+  if (weight != nullptr) {
+    VF sum = zero();
+    for (int64_t i = 0; i < n; i += 16) {
+      const VF a = load_upto(x + i, n - i);
+      sum = fma(a, a, sum);
+    }
+    scale = set1(1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(n) + eps));
+  }
+  for (int64_t i = 0; i < n; i += 16) {
+    VF a = load_upto(x + i, n - i);
+    if (weight != nullptr) a = mul(mul(a, scale), load_upto(weight + i, n - i));
+    store_upto(out + i, a, n - i);
+  }
+}
+
+// `x` may be `out`: a row is read before it is written.
+template <class T, class O>
+void rope_row(const T* x, const RopeTable& rope, int32_t position, float* row, O* out) {
+  const int half = rope.dim / 2;
+  const float* c = rope.cos_sin + int64_t{position} * rope.dim;
+  const float* s = c + half;
+  for (int i = 0; i < rope.dim; ++i) row[i] = static_cast<float>(x[i]);
+  if (rope.cos_sin == nullptr) {
+    for (int i = 0; i < rope.dim; ++i) out[i] = static_cast<O>(row[i]);
+    return;
+  }
+  for (int i = 0; i < half; ++i) {
+    const float x0 = rope.interleaved ? row[2 * i] : row[i];
+    const float x1 = rope.interleaved ? row[2 * i + 1] : row[i + half];
+    out[i] = static_cast<O>(x0 * c[i] - x1 * s[i]);
+    out[i + half] = static_cast<O>(x1 * c[i] + x0 * s[i]);
+  }
+}
+
+inline constexpr int kMaxRopeDim = 1024;
+
+template <class T, class W, class O>
+void append_rows(const MlaAppendParams& p, int64_t begin, int64_t end) {
+  const MlaCache& cache = p.cache;
+  float rotated[kMaxRopeDim];
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t slot = p.slots[t];
+    if (slot < 0) continue;
+    O* out = static_cast<O*>(cache.data) + slot / cache.page_size * cache.page_stride +
+             slot % cache.page_size * cache.width();
+    const T* x = static_cast<const T*>(p.kv_a) + t * p.kv_a_stride;
+    norm_row(x, static_cast<const W*>(p.norm_weight), cache.kv_lora_rank, p.eps, out);
+    if (cache.rope_dim > 0) {
+      rope_row(x + cache.kv_lora_rank, p.rope, p.rope.cos_sin != nullptr ? p.positions[t] : 0,
+               rotated, out + cache.kv_lora_rank);
+    }
+  }
+}
+
+template <class T, class O>
+void append_weight(const MlaAppendParams& p, int64_t begin, int64_t end) {
+  if (p.norm_dtype == DType::kBFloat16) {
+    append_rows<T, BFloat16, O>(p, begin, end);
+  } else {
+    append_rows<T, float, O>(p, begin, end);
+  }
+}
+
+template <class T>
+void append_cache(const MlaAppendParams& p, int64_t begin, int64_t end) {
+  if (p.cache.dtype == DType::kBFloat16) {
+    append_weight<T, BFloat16>(p, begin, end);
+  } else {
+    append_weight<T, float>(p, begin, end);
+  }
+}
+
+template <class T>
+void rope_all(const RopeRowsParams& p, int64_t begin, int64_t end) {
+  float row[kMaxRopeDim];
+  for (int64_t t = begin; t < end; ++t) {
+    for (int32_t h = 0; h < p.num_heads; ++h) {
+      const T* x = static_cast<const T*>(p.in) + t * p.in_row_stride + h * p.in_head_stride;
+      T* out = static_cast<T*>(p.out) + t * p.out_row_stride + h * p.out_head_stride;
+      rope_row(x, p.rope, p.rope.cos_sin != nullptr ? p.positions[t] : 0, row, out);
+    }
+  }
+}
+
+template <class T>
+void merge_rows(const MergeStatesParams& p, int64_t begin, int64_t end) {
+  const float kEmpty = -std::numeric_limits<float>::infinity();
+  alignas(64) float power[16];
+  for (int64_t r = begin; r < end; ++r) {
+    const T* a = static_cast<const T*>(p.o_a) + r * p.width;
+    const T* b = static_cast<const T*>(p.o_b) + r * p.width;
+    T* out = static_cast<T*>(p.out) + r * p.width;
+    const float m_a = p.stats_a[r * 2];
+    const float m_b = p.stats_b[r * 2];
+    const float l_a = p.stats_a[r * 2 + 1];
+    const float l_b = p.stats_b[r * 2 + 1];
+    const bool has_a = l_a != 0.0f && m_a != kEmpty;
+    const bool has_b = l_b != 0.0f && m_b != kEmpty;
+    const float m = has_a ? (has_b && m_b > m_a ? m_b : m_a) : (has_b ? m_b : kEmpty);
+    store(power, exp2_or_nan(set1(has_a ? m_a - m : kEmpty)));
+    const float u_a = has_a ? l_a * power[0] : 0.0f;
+    store(power, exp2_or_nan(set1(has_b ? m_b - m : kEmpty)));
+    const float u_b = has_b ? l_b * power[0] : 0.0f;
+    const float l = u_a + u_b;
+    const float w_a = u_a == 0.0f ? 0.0f : u_a / l;
+    const float w_b = u_b == 0.0f ? 0.0f : u_b / l;
+    for (int64_t c = 0; c < p.width; c += 16) {
+      const int64_t left = p.width - c;
+      VF x = zero();  // a term of weight 0 is not read: its row may be NaN
+      if (w_a != 0.0f) x = mul(set1(w_a), load_upto(a + c, left));
+      if (w_b != 0.0f) x = fma(set1(w_b), load_upto(b + c, left), x);
+      store_upto(out + c, x, left);
+    }
+    p.stats[r * 2] = m;
+    p.stats[r * 2 + 1] = l;
+  }
+}
+
+}  // namespace
+
+void mla_append_rows(const MlaAppendParams& params, int64_t begin, int64_t end) {
+  if (params.kv_a_dtype == DType::kBFloat16) {
+    append_cache<BFloat16>(params, begin, end);
+  } else {
+    append_cache<float>(params, begin, end);
+  }
+}
+
+void rope_rows(const RopeRowsParams& params, int64_t begin, int64_t end) {
+  if (params.dtype == DType::kBFloat16) {
+    rope_all<BFloat16>(params, begin, end);
+  } else {
+    rope_all<float>(params, begin, end);
+  }
+}
+
+void merge_state_rows(const MergeStatesParams& params, int64_t begin, int64_t end) {
+  if (params.dtype == DType::kBFloat16) {
+    merge_rows<BFloat16>(params, begin, end);
+  } else {
+    merge_rows<float>(params, begin, end);
+  }
+}
+
+}  // namespace helicore::attention::HELICORE_ISA_NS
