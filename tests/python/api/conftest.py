@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import tokenizers
+from helicore.llm import LLM
+from helicore.sampling_params import SamplingParams
 from helicore.tokenizer import Tokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -95,3 +99,22 @@ def tokenizer(byte_level_folder: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def metaspace_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(make_metaspace(tmp_path_factory.mktemp("metaspace")))
+
+
+class FakeModelConfig:
+    vocab_size = 400
+    generation_defaults: ClassVar[dict[str, float]] = {"temperature": 0.5}
+
+
+@pytest.fixture
+def make_llm(tokenizer: Tokenizer) -> Callable[..., LLM]:
+    """Wraps an engine (a FakeEngine as a rule) in an LLM without loading anything."""
+
+    def make(engine: Any, *, with_tokenizer: bool = True) -> LLM:
+        llm = LLM.__new__(LLM)
+        default = SamplingParams.from_generation_config(FakeModelConfig.generation_defaults)
+        config: Any = FakeModelConfig()
+        llm._setup(engine, tokenizer if with_tokenizer else None, config, default, "fake")
+        return llm
+
+    return make
