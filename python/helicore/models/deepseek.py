@@ -41,10 +41,15 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMlp(hidden, config.intermediate_size, w.at("mlp"))
 
-    def forward(self, x: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        x = self.attention(ops.rms_norm(x, self.input_norm, self.eps), x, step, cache)
-        out: Tensor = self.mlp(ops.rms_norm(x, self.post_norm, self.eps), x)
+    def forward(
+        self, delta: Tensor, residual: Tensor, step: AttentionStep, cache: Tensor
+    ) -> Tensor:
+        """Adds `delta` and the attention's output to `residual` in place; returns the feed-forward
+        block's output, which the next layer adds. All [T, hidden]."""
+        h = ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        h = self.attention(h, step, cache)
+        h = ops.add_rms_norm(h, residual, self.post_norm, self.eps)
+        out: Tensor = self.mlp(h)
         return out
 
 
@@ -98,8 +103,11 @@ class DeepseekModel(CausalLM):
     def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:
         c = self.config
         step = AttentionStep.of(batch, self.cos_sin)
-        x = ops.embedding(batch.token_ids, self.embedding)
+        delta = ops.embedding(batch.token_ids, self.embedding)
+        residual = torch.zeros_like(delta)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, step, cache)
-        x = ops.rms_norm(x.index_select(0, batch.logits_rows), self.norm, c.rms_norm_eps)
-        return ops.linear(x, self.lm_head, c.vocab_size, out_dtype=torch.float32)
+            delta = layer(delta, residual, step, cache)
+        rows = batch.logits_rows
+        residual, delta = residual.index_select(0, rows), delta.index_select(0, rows)
+        h = ops.add_rms_norm(delta, residual, self.norm, c.rms_norm_eps)
+        return ops.linear(h, self.lm_head, c.vocab_size, out_dtype=torch.float32)

@@ -125,8 +125,8 @@ class LatentAttention(nn.Module):
         self.register_buffer("w_uk", ops.pack_linear(w_uk))
         self.register_buffer("w_uv", ops.pack_linear(kv_b[:, self.nope :]))
 
-    def forward(self, h: Tensor, residual: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
-        """residual + attention(h); h and residual [T, hidden]."""
+    def forward(self, h: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
+        """h [T, hidden] -> [T, hidden]; appends the step's rows to the cache first."""
         first = ops.linear(h, self.qkv_a, self.first_width + self.kv_width, self.qkv_a_bias)
         q, kv_a = first.split([self.first_width, self.kv_width], dim=-1)
         ops.mla_append(
@@ -143,7 +143,7 @@ class LatentAttention(nn.Module):
             q = ops.linear(ops.rms_norm(q, self.q_norm, self.norm_eps), self.q_b, self.q_width)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         o = self._attend(q, step, cache)
-        return ops.linear(o, self.o_proj, self.hidden, self.o_bias, residual)
+        return ops.linear(o, self.o_proj, self.hidden, self.o_bias)
 
     def _attend(self, q: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
         if step.expanded is None:

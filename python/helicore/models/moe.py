@@ -25,9 +25,9 @@ class GatedMlp(nn.Module):
         self.register_buffer("gate_up", ops.pack_linear(_gate_up(w, size, hidden), groups=2))
         self.register_buffer("down", ops.pack_linear(w.take("down_proj.weight", hidden, size)))
 
-    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
-        """residual + mlp(h); both [T, hidden]."""
-        return ops.mlp(h, self.gate_up, self.down, self.size, self.hidden, residual)
+    def forward(self, h: Tensor) -> Tensor:
+        """h [T, hidden] -> [T, hidden]."""
+        return ops.mlp(h, self.gate_up, self.down, self.size, self.hidden)
 
 
 class MixtureOfExperts(nn.Module):
@@ -72,8 +72,8 @@ class MixtureOfExperts(nn.Module):
                 packed[e] = one
             self.register_buffer(name, packed)
 
-    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
-        """residual + experts(h); both [T, hidden]."""
+    def forward(self, h: Tensor) -> Tensor:
+        """h [T, hidden] -> [T, hidden]."""
         m, shared = self.moe, self.shared
         ids, weights = ops.route(
             h,
@@ -97,5 +97,4 @@ class MixtureOfExperts(nn.Module):
             None if shared is None else shared.gate_up,
             None if shared is None else shared.down,
             m.shared_size,
-            residual,
         )
