@@ -1,0 +1,175 @@
+// The pages of one sequence.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "helicore/kv/errors.h"
+#include "helicore/kv/page_slab.h"
+#include "helicore/kv/types.h"
+
+namespace helicore::kv {
+
+struct ManagerState;
+
+// One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
+//
+//   create (match held)          resume() true
+//   ---------------> SUSPENDED ----------------> ACTIVE   resize, commit, page tables
+//                     |   ^  <----------------    |
+//                     |   |       suspend()       |
+//                     |   '-- resume() false      |
+//                     | close()                   | close()
+//                     '--------> CLOSED <---------'
+//
+//   commit state: ALLOWED --- stop_committing(), close(), commit(is_end) ---> USER_STOP
+//
+// Cursors, in tokens:  num_committed <= history <= capacity,  blocks == ceil(capacity /
+// tokens_per_block)
+//   [0, num_committed)        final: their full blocks are in the radix tree and may be reused by
+//   others [num_committed, history)  written, still private [history, capacity)       reserved for
+//   the next step
+//
+// Owner: the caller. The manager knows its open caches and must outlive them; destroying one closes
+// it. Threads: one thread drives a cache at a time; different caches of a manager may be driven by
+// different threads. A call that throws or returns false leaves the cache as it was.
+class KVCache {
+ public:
+  ~KVCache();
+  KVCache(const KVCache&) = delete;
+  KVCache& operator=(const KVCache&) = delete;
+
+  // SUSPENDED -> ACTIVE: locks the pages and fills the page tables. The first resume after a match
+  // that ends inside a block copies that block into a private page. False when there is no room or,
+  // with other sequences active, a pool group is used above max_util_for_resume. `stream` is kept
+  // for device levels.
+  [[nodiscard]] bool resume(std::optional<int64_t> stream = std::nullopt);
+  // ACTIVE -> SUSPENDED: pages stay held (nothing else may take them), page tables read BAD,
+  // caller-owned table rows are filled with BAD and let go.
+  void suspend();
+  // Sets the cursors; nullopt keeps one. ACTIVE only. False when the pages for a larger capacity
+  // can't be had. Throws InvalidArgument when history would shrink, capacity < history, or a
+  // caller's table row is too short.
+  [[nodiscard]] bool resize(std::optional<int64_t> capacity,
+                            std::optional<int64_t> history_length = std::nullopt);
+  // Declares the next tokens final; their rows must be written. Full blocks become reusable. When
+  // another sequence committed the same block first, its pages are adopted and ours freed: page
+  // tables may change. Needs no page. `is_end` stops committing afterwards.
+  void commit(std::span<const TokenId> tokens, bool is_end = false);
+  // Publishes the committed part of the last block, when partial reuse is on. Idempotent.
+  void stop_committing();
+  // Gives every page back, last block first. Idempotent; the destructor calls it.
+  void close();
+
+  // Slots of the life cycle's blocks [num_blocks]; BAD while not active. Valid until the next
+  // resize, commit, suspend, set_base_page_index_buf or close of this cache.
+  [[nodiscard]] std::span<const int32_t> base_page_indices(LifeCycleId group, int beam = 0) const;
+  // From now on the table is kept in `row` (entries past num_blocks are BAD); an empty optional
+  // goes back to the cache's own memory. The row must live until it is replaced or the cache is
+  // suspended or closed.
+  void set_base_page_index_buf(int beam, LifeCycleId group, std::optional<std::span<int32_t>> row);
+  // Slots of all blocks whether active or not, for transfers; with `valid_only` without BAD
+  // entries.
+  [[nodiscard]] std::vector<int32_t> aggregated_page_indices(LifeCycleId group, int beam,
+                                                             bool valid_only) const;
+
+  [[nodiscard]] int64_t id() const noexcept { return id_; }
+  [[nodiscard]] CacheStatus status() const noexcept { return status_; }
+  [[nodiscard]] CommitState commit_state() const noexcept { return commit_state_; }
+  [[nodiscard]] bool is_active() const noexcept { return status_ == CacheStatus::kActive; }
+  [[nodiscard]] int32_t capacity() const noexcept { return capacity_; }
+  [[nodiscard]] int32_t history_length() const noexcept { return history_length_; }
+  [[nodiscard]] int32_t num_committed_tokens() const noexcept { return num_committed_; }
+  [[nodiscard]] int32_t num_blocks() const noexcept { return num_blocks_; }
+  [[nodiscard]] int32_t tokens_per_block() const noexcept { return tokens_per_block_; }
+  // Tokens that creation found in the tree.
+  [[nodiscard]] int32_t num_reused_tokens() const noexcept { return num_reused_; }
+  [[nodiscard]] std::vector<TokenId> committed_tokens() const;
+  [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
+  [[nodiscard]] int priority() const noexcept { return priority_; }
+  [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
+  void set_stream(int64_t stream) noexcept { stream_ = stream; }
+  // Why the last resume or resize returned false; nullopt after a success.
+  [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
+
+ private:
+  friend class KVCacheManager;
+  friend struct Introspection;
+
+  // A page table: its own memory or a row of the caller's.
+  struct IndexTable {
+    std::vector<int32_t> own;
+    int32_t* data = nullptr;
+    size_t capacity = 0;
+    bool is_external = false;
+  };
+  struct CreateArgs {
+    ReuseScope scope;
+    std::span<const TokenId> tokens;
+    std::optional<int64_t> id;
+    int priority = kPriorityDefault;
+  };
+
+  // Matches and holds; call with the lock.
+  KVCache(ManagerState& state, const CreateArgs& args);
+
+  struct Cursors {
+    int32_t capacity = 0;
+    int32_t history = 0;
+  };
+  // Validates the arguments of resize; changes nothing.
+  [[nodiscard]] Cursors check_resize(std::optional<int64_t> capacity,
+                                     std::optional<int64_t> history) const;
+  void check_commit(size_t num_tokens) const;
+  void check_tokens(std::span<const TokenId> tokens) const;
+  // True when the new capacity needs the same blocks: three integers change, no lock needed.
+  [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
+  [[nodiscard]] bool fills_no_block(size_t num_tokens) const noexcept;
+  void commit_into_tail(std::span<const TokenId> tokens);
+
+  // With the lock held, arguments checked.
+  [[nodiscard]] bool resize_locked(const Cursors& cursors);
+  void shrink_locked(int32_t num_blocks);
+  [[nodiscard]] bool grow_locked(int32_t num_blocks);
+  [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
+  void suspend_locked();
+  void commit_locked(std::span<const TokenId> tokens);
+  void commit_full_block(std::span<const TokenId> tokens);
+  void stop_committing_locked();
+  void close_locked();
+  void copy_partial_block_locked();
+  void release_block_locked(int32_t ordinal);
+  void reserve_tables(int32_t num_blocks);
+  bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
+
+  [[nodiscard]] PageHandle& page(int32_t ordinal, size_t life_cycle) noexcept {
+    return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
+  }
+  [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
+  [[nodiscard]] size_t num_tail_tokens() const noexcept { return tail_tokens_.size(); }
+
+  ManagerState* state_;  // null once the manager is gone
+  int32_t tokens_per_block_;
+  int32_t capacity_ = 0;
+  int32_t history_length_ = 0;
+  int32_t num_committed_ = 0;
+  int32_t num_blocks_ = 0;
+  CacheStatus status_ = CacheStatus::kSuspended;
+  CommitState commit_state_ = CommitState::kAllowed;
+  bool needs_copy_ = false;  // the last block is a shared page, to be copied at the first resume
+  bool in_batch_ = false;    // seen by the batch call that is checking its arguments
+  uint8_t priority_;
+  NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
+  std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
+  std::vector<PageHandle> pages_;     // [num_blocks][life cycle]
+  std::vector<IndexTable> tables_;    // [life cycle]
+  std::optional<NoRoom> last_failure_;
+  std::optional<int64_t> stream_;
+  int64_t id_;
+  int32_t num_reused_ = 0;
+  ReuseScope scope_;
+};
+
+}  // namespace helicore::kv

@@ -1,0 +1,359 @@
+#include "helicore/kv/kv_cache_manager.h"
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/manager_state.h"
+
+namespace helicore::kv {
+namespace {
+
+// Clears the marks that check_batch() leaves on the caches.
+template <typename Mark>
+class BatchMarks {
+ public:
+  BatchMarks(std::span<KVCache* const> caches, Mark mark) : caches_(caches), mark_(mark) {}
+  ~BatchMarks() {
+    for (KVCache* cache : caches_) {
+      if (cache != nullptr) mark_(*cache) = false;
+    }
+  }
+  BatchMarks(const BatchMarks&) = delete;
+  BatchMarks& operator=(const BatchMarks&) = delete;
+
+ private:
+  std::span<KVCache* const> caches_;
+  Mark mark_;
+};
+
+uint64_t address_of(const std::byte* p) { return reinterpret_cast<uint64_t>(p); }
+
+}  // namespace
+
+KVCacheManager::KVCacheManager(KVCacheManagerConfig config)
+    : state_(std::make_unique<ManagerState>(std::move(config))) {}
+
+KVCacheManager::~KVCacheManager() {
+  const std::unique_lock lock(state_->mutex);
+  if (state_->caches.empty()) return;
+  log_error(detail::concat("kv.KVCacheManager: destroyed with ", state_->caches.size(),
+                           " open caches; closing them"));
+  while (!state_->caches.empty()) {
+    KVCache* cache = state_->caches.back();
+    try {
+      cache->close_locked();
+    } catch (const std::exception& error) {
+      log_error(detail::concat("kv.KVCacheManager: ", error.what()));
+      std::erase(state_->caches, cache);
+      cache->status_ = CacheStatus::kClosed;
+    }
+    cache->state_ = nullptr;
+  }
+}
+
+void KVCacheManager::check_open(const char* where) const {
+  HELICORE_KV_STATE(!state_->is_shut_down, where, "the manager is shut down");
+}
+
+std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& options) {
+  options.reuse_scope.validate();
+  HELICORE_CHECK(options.priority >= kPriorityMin && options.priority <= kPriorityMax,
+                 "kv.create_kv_cache", "priority must be in [", kPriorityMin, ", ", kPriorityMax,
+                 "], got ", options.priority);
+  HELICORE_CHECK(options.input_tokens.size() <=
+                     static_cast<size_t>(INT32_MAX - state_->config.tokens_per_block),
+                 "kv.create_kv_cache", "input_tokens is too long: ", options.input_tokens.size());
+  const std::unique_lock lock(state_->mutex);
+  check_open("kv.create_kv_cache");
+  std::unique_ptr<KVCache> cache(new KVCache(
+      *state_, {options.reuse_scope, options.input_tokens, options.id, options.priority}));
+  if (state_->config.enable_stats && !options.input_tokens.empty()) {
+    KVCacheStats& stats = state_->stats;
+    const int32_t block = state_->config.tokens_per_block;
+    const int32_t reused = cache->num_committed_tokens();
+    const auto expected = std::max<int64_t>(
+        0,
+        options.expected_prompt_length.value_or(static_cast<int64_t>(options.input_tokens.size())));
+    ++stats.num_lookups;
+    stats.lookup_tokens += options.input_tokens.size();
+    stats.hit_tokens += static_cast<uint64_t>(reused);
+    stats.full_reused_blocks += static_cast<uint64_t>(reused / block);
+    stats.partial_reused_blocks += reused % block > 0 ? 1 : 0;
+    const int64_t missed = (expected + block - 1) / block - ceil_div(reused, block);
+    stats.missed_blocks += static_cast<uint64_t>(std::max<int64_t>(0, missed));
+  }
+  state_->verify();
+  return cache;
+}
+
+int32_t KVCacheManager::probe_reuse(std::span<const TokenId> tokens,
+                                    const ReuseScope& scope) const {
+  scope.validate();
+  const std::shared_lock lock(state_->mutex);
+  check_open("kv.probe_reuse");
+  const KVCacheManagerConfig& config = state_->config;
+  const NodeId root = state_->tree.find_root(scope);
+  const int32_t raw = state_->tree.match(root, tokens, config.enable_partial_reuse, nullptr);
+  const int32_t matched = std::max(0, raw - config.reuse_match_backoff);
+  return config.enable_partial_reuse ? matched : matched - matched % config.tokens_per_block;
+}
+
+void KVCacheManager::clear_reusable_blocks() {
+  const std::unique_lock lock(state_->mutex);
+  check_open("kv.clear_reusable_blocks");
+  if (!state_->caches.empty()) {
+    throw ResourceBusy(detail::concat("[kv.clear_reusable_blocks] ", state_->caches.size(),
+                                      " caches are open; close them first"));
+  }
+  (void)state_->tree.evict_all();
+  state_->verify();
+}
+
+void KVCacheManager::shutdown() {
+  const std::unique_lock lock(state_->mutex);
+  if (!state_->caches.empty()) {
+    throw ResourceBusy(detail::concat("[kv.shutdown] ", state_->caches.size(),
+                                      " caches are open; close them first"));
+  }
+  if (state_->is_shut_down) return;
+  (void)state_->tree.evict_all();
+  state_->is_shut_down = true;
+}
+
+void KVCacheManager::check_batch(const char* where, std::span<KVCache* const> caches,
+                                 size_t num_entries) const {
+  HELICORE_CHECK(num_entries == caches.size(), where,
+                 "one entry per cache is needed: ", caches.size(), " caches, got ", num_entries);
+  for (KVCache* cache : caches) {
+    HELICORE_CHECK(cache != nullptr && cache->state_ == state_.get(), where,
+                   "caches must belong to this manager");
+    HELICORE_CHECK(!cache->in_batch_, where, "cache ", cache->id(), " occurs twice");
+    cache->in_batch_ = true;
+  }
+}
+
+void KVCacheManager::resize_many(std::span<KVCache* const> caches,
+                                 std::span<const int32_t> capacities,
+                                 std::span<const int32_t> history_lengths,
+                                 std::span<uint8_t> results) {
+  constexpr const char* kWhere = "kv.resize_many";
+  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
+  check_batch(kWhere, caches, capacities.size());
+  HELICORE_CHECK(history_lengths.empty() || history_lengths.size() == caches.size(), kWhere,
+                 "history_lengths must be empty or one per cache, got ", history_lengths.size());
+  HELICORE_CHECK(results.size() == caches.size(), kWhere, "results must be one per cache, got ",
+                 results.size());
+  const auto history = [&](size_t i) {
+    return history_lengths.empty() ? std::nullopt : std::optional<int64_t>(history_lengths[i]);
+  };
+  for (size_t i = 0; i < caches.size(); ++i) {
+    (void)caches[i]->check_resize(capacities[i], history(i));
+  }
+  std::unique_lock lock(state_->mutex, std::defer_lock);
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const KVCache::Cursors cursors{
+        capacities[i], static_cast<int32_t>(history(i).value_or(caches[i]->history_length_))};
+    if (caches[i]->resize_within_blocks(cursors)) {
+      results[i] = 1;
+      continue;
+    }
+    if (!lock.owns_lock()) lock.lock();
+    results[i] = caches[i]->resize_locked(cursors) ? 1 : 0;
+  }
+  if (lock.owns_lock()) state_->verify();
+}
+
+void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
+                                 std::span<const int32_t> counts) {
+  constexpr const char* kWhere = "kv.commit_many";
+  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
+  check_batch(kWhere, caches, counts.empty() ? caches.size() : counts.size());
+  size_t total = 0;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const int32_t count = counts.empty() ? 1 : counts[i];
+    HELICORE_CHECK(count >= 0, kWhere, "counts must be >= 0, got ", count);
+    caches[i]->check_commit(static_cast<size_t>(count));
+    total += static_cast<size_t>(count);
+  }
+  HELICORE_CHECK(total == tokens.size(), kWhere, "tokens must have ", total,
+                 " entries (the sum of counts), got ", tokens.size());
+  if (!caches.empty()) caches[0]->check_tokens(tokens);
+
+  std::unique_lock lock(state_->mutex, std::defer_lock);
+  const auto block = static_cast<size_t>(state_->config.tokens_per_block);
+  for (size_t i = 0, at = 0; i < caches.size(); ++i) {
+    const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
+    const auto own = tokens.subspan(at, count);
+    at += count;
+    if (caches[i]->fills_no_block(count)) {
+      caches[i]->commit_into_tail(own);
+      continue;
+    }
+    if (!lock.owns_lock()) {
+      lock.lock();
+      state_->tree.reserve_nodes(total / block + caches.size());
+    }
+    caches[i]->commit_locked(own);
+  }
+  if (lock.owns_lock()) state_->verify();
+}
+
+void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
+                                 std::span<uint8_t> results) {
+  constexpr const char* kWhere = "kv.resume_many";
+  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
+  check_batch(kWhere, caches, results.size());
+  for (KVCache* cache : caches) {
+    HELICORE_KV_STATE(cache->status() == CacheStatus::kSuspended, kWhere, "cache ", cache->id(),
+                      " is ", name_of(cache->status()), ", must be SUSPENDED");
+  }
+  const std::unique_lock lock(state_->mutex);
+  for (size_t i = 0; i < caches.size(); ++i) {
+    results[i] = caches[i]->resume_locked(stream) ? 1 : 0;
+  }
+  state_->verify();
+}
+
+uint64_t KVCacheManager::mem_pool_base_address(int32_t layer_id, const std::string& role,
+                                               PageIndexMode mode) const {
+  const BufferAttr& buffer = buffer_attr(layer_id, role);
+  const uint64_t base = address_of(state_->store.pool_address(buffer.group, buffer.pool));
+  return mode == PageIndexMode::kShared ? base + static_cast<uint64_t>(buffer.offset) : base;
+}
+
+const BufferAttr& KVCacheManager::buffer_attr(int32_t layer_id, const std::string& role) const {
+  return state_->layout.buffer(layer_id, role);
+}
+
+int64_t KVCacheManager::page_stride(int32_t layer_id, const std::string& role) const {
+  return buffer_attr(layer_id, role).page_stride();
+}
+
+int32_t KVCacheManager::page_index_scale(int32_t layer_id, const std::string& role) const {
+  return buffer_attr(layer_id, role).scale;
+}
+
+int64_t KVCacheManager::page_index_upper_bound(int32_t layer_id, const std::string& role) const {
+  const BufferAttr& buffer = buffer_attr(layer_id, role);
+  return buffer.page_index_upper_bound(state_->quota.num_slots[buffer.group]);
+}
+
+PageIndexConverter KVCacheManager::page_index_converter(int32_t layer_id,
+                                                        const std::string& role) const {
+  const BufferAttr& buffer = buffer_attr(layer_id, role);
+  return {buffer.scale, buffer.expansion, buffer.layer_offset()};
+}
+
+LifeCycleId KVCacheManager::layer_group_id(int32_t layer_id) const {
+  return state_->registry.of_layer(layer_id);
+}
+
+const LifeCycle& KVCacheManager::life_cycle(LifeCycleId group) const {
+  HELICORE_CHECK(group.value() >= 0 && static_cast<size_t>(group.value()) < num_layer_groups(),
+                 "kv.life_cycle", "layer group must be in [0, ", num_layer_groups(), "), got ",
+                 group);
+  return state_->registry[group];
+}
+
+PoolGroupId KVCacheManager::pool_group_of(LifeCycleId group) const {
+  (void)life_cycle(group);
+  return state_->layout.group_of(group);
+}
+
+std::vector<std::vector<int32_t>> KVCacheManager::layer_grouping() const {
+  std::vector<std::vector<int32_t>> groups(num_layer_groups());
+  for (const LayerConfig& layer : state_->config.layers) {
+    const int32_t id = layer_id_of(layer);
+    groups[static_cast<size_t>(layer_group_id(id).value())].push_back(id);
+  }
+  return groups;
+}
+
+std::vector<PoolGroupDesc> KVCacheManager::pool_group_descs() const {
+  std::vector<PoolGroupDesc> descs;
+  for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
+    const PoolGroupId group(static_cast<int32_t>(g));
+    const PoolGroupLayout& shape = state_->layout.groups()[group];
+    PoolGroupDesc desc{group, shape.domain, state_->quota.num_slots[group], {}, shape.variants};
+    for (size_t p = 0; p < shape.piece_bytes.size(); ++p) {
+      const PoolIndex pool(static_cast<int32_t>(p));
+      desc.pools.push_back(
+          {pool, address_of(state_->store.pool_address(group, pool)), shape.piece_bytes[p]});
+    }
+    descs.push_back(std::move(desc));
+  }
+  return descs;
+}
+
+size_t KVCacheManager::num_layer_groups() const noexcept { return state_->num_life_cycles; }
+int32_t KVCacheManager::tokens_per_block() const noexcept {
+  return state_->config.tokens_per_block;
+}
+const KVCacheManagerConfig& KVCacheManager::init_config() const noexcept { return state_->config; }
+
+int64_t KVCacheManager::quota(int level) const {
+  HELICORE_CHECK(level == kHotLevel, "kv.get_quota", "level must be 0, got ", level);
+  return state_->quota.quota;
+}
+
+std::vector<PoolGroupStatistics> KVCacheManager::storage_statistics(int level) const {
+  HELICORE_CHECK(level == kHotLevel, "kv.get_storage_statistics", "level must be 0, got ", level);
+  const std::shared_lock lock(state_->mutex);
+  std::vector<PoolGroupStatistics> result;
+  for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
+    const PoolGroupId group(static_cast<int32_t>(g));
+    const PoolGroupLayout& shape = state_->layout.groups()[group];
+    const PoolGroupCounts counts = state_->store.counts(group);
+    result.push_back(
+        {group, shape.domain, shape.piece_bytes, counts.total, counts.free, counts.evictable});
+  }
+  return result;
+}
+
+KVCacheStats KVCacheManager::stats() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->stats;
+}
+
+size_t KVCacheManager::num_open_caches() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->caches.size();
+}
+
+int64_t KVCacheManager::num_available_blocks() const {
+  const std::shared_lock lock(state_->mutex);
+  int64_t least = INT64_MAX;
+  for (size_t g = 0; g < state_->slots_per_block.count(); ++g) {
+    const PoolGroupId group(static_cast<int32_t>(g));
+    least = std::min<int64_t>(
+        least, state_->store.counts(group).available() / state_->slots_per_block[group]);
+  }
+  return least;
+}
+
+int64_t KVCacheManager::num_total_blocks() const noexcept {
+  int64_t least = INT64_MAX;
+  for (size_t g = 0; g < state_->slots_per_block.count(); ++g) {
+    const PoolGroupId group(static_cast<int32_t>(g));
+    least =
+        std::min<int64_t>(least, state_->quota.num_slots[group] / state_->slots_per_block[group]);
+  }
+  return least;
+}
+
+std::vector<Digest> KVCacheManager::chain_keys(std::span<const TokenId> tokens,
+                                               const ReuseScope& scope) const {
+  scope.validate();
+  const auto block = static_cast<size_t>(state_->config.tokens_per_block);
+  std::vector<Digest> keys;
+  Digest parent = root_key(scope);
+  for (; tokens.size() >= block; tokens = tokens.subspan(block)) {
+    parent = block_key(parent, tokens.first(block));
+    keys.push_back(parent);
+  }
+  return keys;
+}
+
+}  // namespace helicore::kv

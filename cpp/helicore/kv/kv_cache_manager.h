@@ -1,0 +1,121 @@
+// The door to the KV cache manager: owns the pools, the pages and the radix tree; creates the
+// per-sequence caches.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "helicore/kv/block_key.h"
+#include "helicore/kv/config.h"
+#include "helicore/kv/kv_cache.h"
+#include "helicore/kv/layout.h"
+#include "helicore/kv/life_cycle.h"
+#include "helicore/kv/stats.h"
+
+namespace helicore::kv {
+
+struct PoolDesc {
+  PoolIndex pool_index{0};
+  uint64_t base_address = 0;
+  int64_t slot_bytes = 0;  // bytes of one slot's piece in this pool
+};
+
+// Everything about one pool group: `variants` tell the memory order of buffers per life cycle.
+struct PoolGroupDesc {
+  PoolGroupId pool_group{0};
+  CacheDomain domain = CacheDomain::kTarget;
+  int32_t num_slots = 0;
+  std::vector<PoolDesc> pools;
+  std::vector<SlotDescVariant> variants;
+};
+
+// What create_kv_cache() may be told.
+struct CreateOptions {
+  ReuseScope reuse_scope;
+  std::span<const TokenId> input_tokens;          // matched against the tree; may be empty
+  std::optional<int64_t> id;                      // default: a running number
+  int priority = kPriorityDefault;                // of the pages it makes, 0..100, lower goes first
+  std::optional<int64_t> expected_prompt_length;  // tokens, for the miss counters
+};
+
+// One lock guards all shared state: mutating calls and the caches' slow paths take it exclusively,
+// probe_reuse() and the statistics take it shared. Layout queries read construction-time facts and
+// take none. Owner of everything but the caches, which it must outlive; a cache that is open when
+// the manager is destroyed is closed and an error is logged.
+class KVCacheManager {
+ public:
+  // Throws InvalidArgument, NotSupported or OutOfMemory.
+  explicit KVCacheManager(KVCacheManagerConfig config);
+  ~KVCacheManager();
+  KVCacheManager(const KVCacheManager&) = delete;
+  KVCacheManager& operator=(const KVCacheManager&) = delete;
+
+  // A SUSPENDED cache that holds the longest cached prefix of the tokens: num_committed == history
+  // == capacity == its length. A caller that needs logits of the last prompt token leaves it out of
+  // `input_tokens`.
+  [[nodiscard]] std::unique_ptr<KVCache> create_kv_cache(const CreateOptions& options = {});
+  // How many tokens create_kv_cache() would find. Advisory: holds nothing. Any thread.
+  [[nodiscard]] int32_t probe_reuse(std::span<const TokenId> tokens,
+                                    const ReuseScope& scope = {}) const;
+  // Forgets every cached prefix. Throws ResourceBusy, changing nothing, while caches are open.
+  void clear_reusable_blocks();
+  // Refuses further use. Throws ResourceBusy, changing nothing, while caches are open. Idempotent.
+  void shutdown();
+
+  // One call per step. Entry i concerns caches[i]; results[i] is 1 or 0 and
+  // caches[i]->last_failure() says why. Arguments are checked first: a throw means that nothing was
+  // done. Then caches are served in order; one that finds no room does not stop the next. Each
+  // cache may occur once.
+  void resize_many(std::span<KVCache* const> caches, std::span<const int32_t> capacities,
+                   std::span<const int32_t> history_lengths,  // may be empty: keep
+                   std::span<uint8_t> results);
+  // counts[i] tokens for caches[i], concatenated in `tokens`; empty `counts` means one each.
+  void commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
+                   std::span<const int32_t> counts);
+  void resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
+                   std::span<uint8_t> results);
+
+  // Layout. Unknown layers, roles and groups throw InvalidArgument.
+  [[nodiscard]] uint64_t mem_pool_base_address(int32_t layer_id, const std::string& role,
+                                               PageIndexMode mode = PageIndexMode::kShared) const;
+  [[nodiscard]] const BufferAttr& buffer_attr(int32_t layer_id, const std::string& role) const;
+  [[nodiscard]] int64_t page_stride(int32_t layer_id, const std::string& role) const;
+  [[nodiscard]] int32_t page_index_scale(int32_t layer_id, const std::string& role) const;
+  [[nodiscard]] int64_t page_index_upper_bound(int32_t layer_id, const std::string& role) const;
+  [[nodiscard]] PageIndexConverter page_index_converter(int32_t layer_id,
+                                                        const std::string& role) const;
+  [[nodiscard]] LifeCycleId layer_group_id(int32_t layer_id) const;
+  [[nodiscard]] const LifeCycle& life_cycle(LifeCycleId group) const;
+  [[nodiscard]] PoolGroupId pool_group_of(LifeCycleId group) const;
+  [[nodiscard]] std::vector<std::vector<int32_t>> layer_grouping() const;  // [layer group][..]
+  [[nodiscard]] std::vector<PoolGroupDesc> pool_group_descs() const;
+  [[nodiscard]] size_t num_layer_groups() const noexcept;
+  [[nodiscard]] int32_t tokens_per_block() const noexcept;
+  [[nodiscard]] const KVCacheManagerConfig& init_config() const noexcept;
+  // Bytes in effect at `level`: the request rounded up, raised when the floors needed it.
+  [[nodiscard]] int64_t quota(int level) const;
+
+  [[nodiscard]] std::vector<PoolGroupStatistics> storage_statistics(int level = kHotLevel) const;
+  [[nodiscard]] KVCacheStats stats() const;
+  [[nodiscard]] size_t num_open_caches() const;
+  // Blocks that sequences of any length can still get, and the most the pools can ever give.
+  [[nodiscard]] int64_t num_available_blocks() const;
+  [[nodiscard]] int64_t num_total_blocks() const noexcept;
+  // The chain keys of the full blocks of `tokens`, as they would be committed.
+  [[nodiscard]] std::vector<Digest> chain_keys(std::span<const TokenId> tokens,
+                                               const ReuseScope& scope = {}) const;
+
+ private:
+  friend struct Introspection;
+  void check_open(const char* where) const;
+  void check_batch(const char* where, std::span<KVCache* const> caches, size_t num_entries) const;
+
+  std::unique_ptr<ManagerState> state_;
+};
+
+}  // namespace helicore::kv

@@ -1,0 +1,81 @@
+// The slab of page records: flat, index-based, 40 bytes each. No ownership by pointers: a page
+// lives while its slot is taken, and its state follows from its counters.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/types.h"
+
+namespace helicore::kv {
+
+// A page id that can be checked for reuse: the generation changes each time the record is freed.
+struct PageHandle {
+  PageId id = kNoPage;
+  uint32_t generation = 0;
+  [[nodiscard]] bool is_null() const noexcept { return id == kNoPage; }
+  friend bool operator==(const PageHandle&, const PageHandle&) = default;
+};
+
+struct PageRecord {
+  SlotId slot{kBadPageIndex};
+  uint32_t generation = 0;
+  PageId prev = kNoPage;  // eviction queue links; `next` also chains free records
+  PageId next = kNoPage;
+  NodeId node = kNoNode;    // the tree node that shows this page; none: private to one sequence
+  uint32_t hold_count = 0;  // must not be dropped
+  uint32_t lock_count = 0;  // must stay in the hot level; each lock is on top of a hold
+  int32_t num_tokens = 0;   // committed tokens in it
+  uint16_t life_cycle = 0;
+  uint16_t pool_group = 0;
+  uint8_t level = kHotLevel;
+  uint8_t priority = kPriorityDefault;
+  bool queued = false;  // in an eviction queue
+  bool in_use = false;
+
+  [[nodiscard]] PageStatus status() const noexcept {
+    if (lock_count > 0) return PageStatus::kLocked;
+    return hold_count > 0 ? PageStatus::kHeld : PageStatus::kDroppable;
+  }
+};
+static_assert(sizeof(PageRecord) <= 48, "budget of a page record");
+
+// Records live at stable addresses: the storage for `capacity` records is reserved once and touched
+// when first used.
+class PageSlab {
+ public:
+  explicit PageSlab(size_t capacity) { records_.reserve(capacity); }
+
+  [[nodiscard]] PageRecord& operator[](PageId id) noexcept { return records_[id.value()]; }
+  [[nodiscard]] const PageRecord& operator[](PageId id) const noexcept {
+    return records_[id.value()];
+  }
+  // Checks the generation in builds with HELICORE_DEBUG_CHECKS.
+  [[nodiscard]] PageRecord& operator[](PageHandle handle) {
+#ifdef HELICORE_DEBUG_CHECKS
+    HELICORE_ASSERT(is_current(handle), "kv.page_slab", "page ", handle.id, " was freed");
+#endif
+    return records_[handle.id.value()];
+  }
+  [[nodiscard]] bool is_current(PageHandle handle) const noexcept {
+    return handle.id.value() < records_.size() && records_[handle.id.value()].in_use &&
+           records_[handle.id.value()].generation == handle.generation;
+  }
+  [[nodiscard]] PageHandle handle(PageId id) const noexcept {
+    return {id, records_[id.value()].generation};
+  }
+  [[nodiscard]] size_t num_records() const noexcept { return records_.size(); }
+  [[nodiscard]] size_t num_in_use() const noexcept { return num_in_use_; }
+
+  // Needs fewer than `capacity` records in use, which one record per slot guarantees.
+  [[nodiscard]] PageId allocate() noexcept;
+  void free(PageId id) noexcept;
+
+ private:
+  std::vector<PageRecord> records_;
+  PageId free_head_ = kNoPage;
+  size_t num_in_use_ = 0;
+};
+
+}  // namespace helicore::kv

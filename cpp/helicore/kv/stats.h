@@ -1,0 +1,43 @@
+// Counters of a manager, copied out by value. Counts since construction; blocks are counted once
+// per sequence block, not once per life cycle.
+#pragma once
+
+#include <cstdint>
+
+#include "helicore/kv/layout.h"
+#include "helicore/kv/types.h"
+
+namespace helicore::kv {
+
+struct KVCacheStats {
+  uint64_t num_lookups = 0;    // caches created with tokens
+  uint64_t lookup_tokens = 0;  // tokens they asked for
+  uint64_t hit_tokens = 0;     // tokens they found
+  uint64_t full_reused_blocks = 0;
+  uint64_t partial_reused_blocks = 0;
+  uint64_t missed_blocks = 0;  // blocks of the expected prompt that were not found
+  uint64_t allocated_blocks = 0;
+  uint64_t committed_blocks = 0;
+  uint64_t rebased_blocks = 0;  // committed blocks that another sequence had committed first
+  uint64_t evicted_blocks = 0;
+  uint64_t failed_resizes = 0;
+  uint64_t failed_resumes = 0;
+  uint64_t num_suspends = 0;
+  uint64_t num_resumes = 0;
+  friend bool operator==(const KVCacheStats&, const KVCacheStats&) = default;
+};
+
+// One pool group of a level, at one moment.
+struct PoolGroupStatistics {
+  PoolGroupId pool_group{0};
+  CacheDomain domain = CacheDomain::kTarget;
+  std::vector<int64_t> slot_sizes;  // bytes per pool
+  int64_t total = 0;                // slots
+  int64_t free = 0;
+  int64_t evictable = 0;
+  [[nodiscard]] int64_t available() const noexcept { return free + evictable; }
+  [[nodiscard]] int64_t unavailable() const noexcept { return total - free - evictable; }
+  friend bool operator==(const PoolGroupStatistics&, const PoolGroupStatistics&) = default;
+};
+
+}  // namespace helicore::kv
