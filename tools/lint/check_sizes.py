@@ -11,6 +11,7 @@ from pathlib import Path
 from repo import Finding, files, report
 
 MAX_FUNCTION_LINES = 60
+MAX_BINDING_LINES = 100  # a bind function is a list of definitions
 MAX_PARAMETERS = 6
 # (folder, suffix, lines); the first row that fits counts.
 FILE_BUDGETS = (
@@ -135,11 +136,10 @@ def _function_head(head: str) -> tuple[str, int, bool] | None:
 
 
 def _check_cpp(name: str, text: str) -> Iterator[Finding]:
+    allowed = MAX_BINDING_LINES if name.startswith("bindings/") else MAX_FUNCTION_LINES
     for function, line, lines, parameters, on_device in cpp_functions(text):
-        if lines > MAX_FUNCTION_LINES and not on_device:
-            yield Finding(
-                name, line, f"{function}() has {lines} lines, allowed {MAX_FUNCTION_LINES}"
-            )
+        if lines > allowed and not on_device:
+            yield Finding(name, line, f"{function}() has {lines} lines, allowed {allowed}")
         if parameters > MAX_PARAMETERS:
             yield Finding(
                 name, line, f"{function}() has {parameters} parameters, allowed {MAX_PARAMETERS}"
