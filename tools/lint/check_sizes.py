@@ -11,11 +11,14 @@ from pathlib import Path
 from repo import Finding, files, report
 
 MAX_FUNCTION_LINES = 60
-MAX_BINDING_LINES = 100  # a bind function is a list of definitions
+# Bind functions are lists of definitions, and a class's factory takes its fields; inner functions of
+# kernel files pass tiles and strides in registers.
+MAX_KERNEL_OR_BINDING_LINES = 100
 MAX_PARAMETERS = 6
 # (folder, suffix, lines); the first row that fits counts.
 FILE_BUDGETS = (
     ("cpp/", ".inc.cpp", 900),
+    ("cpp/", ".inc.h", 900),
     ("cpp/", ".cuh", 900),
     ("cpp/", ".cu", 900),
     ("cpp/", ".h", 300),
@@ -136,11 +139,12 @@ def _function_head(head: str) -> tuple[str, int, bool] | None:
 
 
 def _check_cpp(name: str, text: str) -> Iterator[Finding]:
-    allowed = MAX_BINDING_LINES if name.startswith("bindings/") else MAX_FUNCTION_LINES
+    wide = name.startswith("bindings/") or ".inc." in name
+    allowed = MAX_KERNEL_OR_BINDING_LINES if wide else MAX_FUNCTION_LINES
     for function, line, lines, parameters, on_device in cpp_functions(text):
         if lines > allowed and not on_device:
             yield Finding(name, line, f"{function}() has {lines} lines, allowed {allowed}")
-        if parameters > MAX_PARAMETERS:
+        if parameters > MAX_PARAMETERS and not wide and not on_device:
             yield Finding(
                 name, line, f"{function}() has {parameters} parameters, allowed {MAX_PARAMETERS}"
             )

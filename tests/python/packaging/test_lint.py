@@ -123,6 +123,7 @@ def test_sizes_reads_the_functions_of_ordinary_code() -> None:
 def test_sizes_accepts_ordinary_code(tmp_path: Path) -> None:
     plant(tmp_path, "cpp/helicore/kv/pool.h", FUNCTION)
     plant(tmp_path, "cpp/helicore/kv/cuda/x.cu", f"__global__ void k(int a) {{\n{LONG_BODY}}}\n")
+    plant(tmp_path, "bindings/bind_kv.cpp", f"void bind_kv(nb::module_& m) {{\n{LONG_BODY}}}\n")
     assert check_sizes.check(tmp_path) == []
 
 
