@@ -25,7 +25,7 @@ AREA_RANK = {
 MODULE_RANK = {
     "_version": 0,
     "_core": 0,
-    "errors": 0,
+    "_requirements": 0,
     "kv": 1,
     "ops": 1,
     "comm": 1,
@@ -33,14 +33,18 @@ MODULE_RANK = {
     "config": 2,
     "sampling_params": 2,
     "outputs": 2,
+    "chat_template": 3,
+    "model_path": 3,
     "models": 3,
     "parallel": 3,
-    "executor": 4,
     "tokenizer": 4,
-    "llm": 5,
-    "serving": 6,
-    "bench": 6,
-    "cli": 7,
+    "prompts": 5,
+    "executor": 6,
+    "generation": 7,
+    "llm": 8,
+    "serving": 9,
+    "bench": 9,
+    "cli": 10,
 }
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 _NO_PYTHON = re.compile(r"^(nanobind/|pybind11/|Python\.h|torch/|ATen/|c10/)")

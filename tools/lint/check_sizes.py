@@ -11,8 +11,8 @@ from pathlib import Path
 from repo import Finding, files, report
 
 MAX_FUNCTION_LINES = 60
-# Bind functions are lists of definitions, and a class's factory takes its fields; inner functions of
-# kernel files pass tiles and strides in registers.
+# Bind functions are lists of definitions, and a class's factory takes its fields; inner functions
+# of kernel files pass tiles and strides in registers.
 MAX_KERNEL_OR_BINDING_LINES = 100
 MAX_PARAMETERS = 6
 # (folder, suffix, lines); the first row that fits counts.
