@@ -10,6 +10,7 @@
 #include "helicore/core/error.h"
 #include "helicore/nn/elementwise.h"
 #include "helicore/nn/linear.h"
+#include "helicore/nn/sampling.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -110,11 +111,78 @@ void bind_elementwise(nb::module_& m) {
       "ids"_a, "table"_a, "out"_a, "out[i] = table[ids[i]]; an id out of range is a ValueError.");
 }
 
+void bind_sampling(nb::module_& m) {
+  m.def(
+      "sample",
+      [](const TensorView& logits, const TensorView& temperature, const TensorView& top_k,
+         const TensorView& top_p, const TensorView& min_p, const TensorView& seed,
+         const TensorView& position, const TensorView& ids, const OptionalTensor& logprobs) {
+        ReleaseGilForRows release(rows_of(logits));
+        nn::sample(nn::SampleTensors{.logits = logits,
+                                     .temperature = temperature,
+                                     .top_k = top_k,
+                                     .top_p = top_p,
+                                     .min_p = min_p,
+                                     .seed = seed,
+                                     .position = position,
+                                     .ids = ids,
+                                     .logprobs = pointer(logprobs)});
+      },
+      "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a, "position"_a, "ids"_a,
+      "logprobs"_a = nb::none(), "Draw one token per row. See helicore.ops.sample.");
+  m.def(
+      "top_logprobs",
+      [](const TensorView& logits, const TensorView& ids, const TensorView& logprobs,
+         const TensorView& ranks, const TensorView& top_ids, const TensorView& top_values) {
+        ReleaseGilForRows release(rows_of(logits));
+        nn::top_logprobs(nn::LogprobTensors{.logits = logits,
+                                            .ids = ids,
+                                            .logprobs = logprobs,
+                                            .ranks = ranks,
+                                            .top_ids = top_ids,
+                                            .top_logprobs = top_values});
+      },
+      "logits"_a, "ids"_a, "logprobs"_a, "ranks"_a, "top_ids"_a, "top_logprobs"_a,
+      "Log-probabilities, ranks and best tokens. See helicore.ops.top_logprobs.");
+}
+
+void bind_penalties(nb::module_& m) {
+  m.def(
+      "apply_penalties",
+      [](const TensorView& logits, const TensorView& prompt_row_ptr, const TensorView& prompt_ids,
+         const TensorView& output_row_ptr, const TensorView& output_ids,
+         const TensorView& repetition, const TensorView& presence, const TensorView& frequency) {
+        ReleaseGilForRows release(rows_of(logits));
+        nn::apply_penalties(nn::PenaltyTensors{.logits = logits,
+                                               .prompt = {prompt_row_ptr, prompt_ids},
+                                               .output = {output_row_ptr, output_ids},
+                                               .repetition = repetition,
+                                               .presence = presence,
+                                               .frequency = frequency});
+      },
+      "logits"_a, "prompt_row_ptr"_a, "prompt_ids"_a, "output_row_ptr"_a, "output_ids"_a,
+      "repetition"_a, "presence"_a, "frequency"_a,
+      "Penalties in place. See helicore.ops.apply_penalties.");
+  m.def(
+      "apply_logit_bias",
+      [](const TensorView& logits, const TensorView& row_ptr, const TensorView& ids,
+         const TensorView& values) { nn::apply_logit_bias(logits, {row_ptr, ids}, values); },
+      "logits"_a, "row_ptr"_a, "ids"_a, "values"_a, "logits[row, id] += value in place.");
+  m.def(
+      "mask_tokens",
+      [](const TensorView& logits, const TensorView& row_ptr, const TensorView& ids) {
+        nn::mask_tokens(logits, {row_ptr, ids});
+      },
+      "logits"_a, "row_ptr"_a, "ids"_a, "logits[row, id] = -inf in place.");
+}
+
 }  // namespace
 
 void bind_nn(nb::module_& m) {
   bind_linear(m);
   bind_elementwise(m);
+  bind_sampling(m);
+  bind_penalties(m);
 }
 
 }  // namespace helicore::bindings

@@ -1,10 +1,9 @@
 """Native kernels as functions over torch tensors, registered as `torch.ops.helicore.*`."""
 
-import importlib.util
-
 import torch
 
 from helicore import _core
+from helicore.ops.moe import RouterConfig, moe_block, moe_forward, route
 from helicore.ops.nn import (
     add_rms_norm,
     batched_linear,
@@ -16,6 +15,15 @@ from helicore.ops.nn import (
     silu_mul,
     unpack_linear,
 )
+from helicore.ops.quant import dequantize_fp8_block, quantize_fp8_block
+from helicore.ops.sampling import (
+    apply_logit_bias,
+    apply_penalties,
+    log_softmax_gather,
+    mask_tokens,
+    sample,
+    top_logprobs,
+)
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -25,17 +33,29 @@ def set_num_threads(num_threads: int) -> None:
 
 
 __all__ = [
+    "RouterConfig",
     "add_rms_norm",
+    "apply_logit_bias",
+    "apply_penalties",
     "batched_linear",
+    "dequantize_fp8_block",
     "embedding",
     "linear",
+    "log_softmax_gather",
+    "mask_tokens",
     "mlp",
+    "moe_block",
+    "moe_forward",
     "pack_linear",
+    "quantize_fp8_block",
     "rms_norm",
+    "route",
+    "sample",
     "set_num_threads",
     "silu_mul",
+    "top_logprobs",
     "unpack_linear",
 ]
 
-if importlib.util.find_spec("helicore.ops.attention") is not None:
+if hasattr(_core, "attention"):
     from helicore.ops.attention import *  # noqa: F403

@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LIBRARY = torch.library.Library("helicore", "FRAGMENT")
-_is_compiling = torch.compiler.is_compiling
+is_compiling = torch.compiler.is_compiling
 
 
 def register_op(
@@ -40,7 +40,7 @@ def register_op(
 
         @functools.wraps(impl)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _is_compiling():
+            if is_compiling():
                 return operator(*args, **kwargs)
             return impl(*args, **kwargs)
 

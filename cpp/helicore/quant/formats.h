@@ -1,0 +1,43 @@
+// Number formats of quantised tensors: FP8 E4M3 (OCP 8-bit floating point, "fn" variant: no
+// infinities) and the 128 x 128 block scaling of DeepSeek-V3 checkpoints.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace helicore::quant {
+
+inline constexpr float kE4M3Max = 448.0f;      // largest finite magnitude, code 0x7e
+inline constexpr uint8_t kE4M3Nan = 0x7f;      // and 0xff
+inline constexpr int64_t kFp8BlockSize = 128;  // rows and columns that share one fp32 scale
+
+// The exact value of a code: sign, 4 exponent bits (bias 7), 3 mantissa bits; exponent 0 is
+// subnormal.
+[[nodiscard]] constexpr float decode_e4m3(uint8_t code) noexcept {
+  const uint32_t magnitude = code & 0x7fu;
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  if (magnitude == 0x7fu) return std::bit_cast<float>(sign | 0x7fc00000u);
+  const float value = magnitude < 8u ? static_cast<float>(magnitude) * 0x1p-9f
+                                     : std::bit_cast<float>((magnitude << 20) + (120u << 23));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
+}
+
+// The nearest code, ties to even; magnitudes above 448 (infinity included) saturate; NaN stays NaN.
+[[nodiscard]] inline uint8_t encode_e4m3(float value) noexcept {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
+  const float magnitude = std::bit_cast<float>(bits & 0x7fffffffu);
+  if (std::isnan(value)) return sign | kE4M3Nan;
+  if (magnitude >= kE4M3Max) return sign | 0x7eu;
+  if (magnitude < 0x1p-6f) {  // subnormal: multiples of 2^-9; adding 2^14 rounds to one of them
+    const float shifted = magnitude + 0x1p14f;
+    return sign | static_cast<uint8_t>(std::bit_cast<uint32_t>(shifted) & 0xfu);
+  }
+  const uint32_t m = std::bit_cast<uint32_t>(magnitude);
+  const uint32_t rounded = m + 0x7ffffu + ((m >> 20) & 1u);
+  const uint32_t code = (rounded >> 20) - (120u << 3);
+  return sign | static_cast<uint8_t>(code > 0x7eu ? 0x7eu : code);
+}
+
+}  // namespace helicore::quant
