@@ -6,7 +6,10 @@ Public names are loaded when they are first used, so `import helicore` costs not
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from helicore import _requirements
 from helicore._version import __version__
+
+_requirements.check()
 
 if TYPE_CHECKING:
     from helicore._core import InternalError, NotSupportedError
