@@ -1,6 +1,6 @@
 """Held-out figures of a model folder: bits per byte, and the loss by position in the context.
 
-python tools/train_tiny/evaluate.py --model DIR --data DIR [--device cpu] [--length 2048]
+python tools/train_tiny/evaluate.py --model DIR --data DIR [--device cpu] [--lengths 8192]
 """
 
 import argparse
@@ -52,8 +52,8 @@ def nats_by_position(
     figures differ by the context alone.
     """
     stream = _stream(path, model.device)
-    stride, buckets = bucket, length // bucket
-    starts = range(0, len(stream) - 1 - length + 1, stride)
+    buckets = length // bucket
+    starts = range(0, len(stream) - length, bucket)
     if len(starts) < buckets:
         raise ValueError(f"[evaluate] {path} is too short for windows of {length} tokens")
     entropy = _losses(model, [stream[s : s + length + 1] for s in starts], dtype, 32768)
@@ -78,7 +78,7 @@ def report(model: Model, data: Path, dtype: torch.dtype, lengths: list[int]) -> 
         "held_bits_per_byte": bits_per_byte(nats, held),
         "xz_bits_per_byte": 8 * held["xz_bytes"] / held["bytes"],
     }
-    out["ratio_to_xz"] = bits_per_byte(nats, held) / (8 * held["xz_bytes"] / held["bytes"])
+    out["ratio_to_xz"] = bits_per_byte(nats, held) * held["bytes"] / (8 * held["xz_bytes"])
     for length in lengths:
         values = nats_by_position(model, data / "held.npz", dtype, length)
         out[f"held_nats_by_1024_positions_of_{length}"] = [round(v, 4) for v in values]

@@ -14,38 +14,42 @@ BOS, EOS, PAD, END_OF_TURN = 0, 1, 2, 8
 _BIAS = "e_score_correction_bias"
 
 
+_CONFIG_KEYS = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "dense_layers": "first_k_dense_replace",
+    "dense_width": "intermediate_size",
+    "heads": "num_attention_heads",
+    "q_lora": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "v": "v_head_dim",
+    "experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_width": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "scale": "routed_scaling_factor",
+    "theta": "rope_theta",
+    "context": "max_position_embeddings",
+    "eps": "rms_norm_eps",
+}
+
+
 def hf_config(cfg: Config) -> dict[str, Any]:
-    return {
+    fixed = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "vocab_size": cfg.vocab,
-        "hidden_size": cfg.hidden,
-        "intermediate_size": cfg.dense_width,
-        "moe_intermediate_size": cfg.expert_width,
-        "num_hidden_layers": cfg.layers,
         "num_nextn_predict_layers": 0,
-        "num_attention_heads": cfg.heads,
         "num_key_value_heads": cfg.heads,
-        "n_routed_experts": cfg.experts,
-        "n_shared_experts": cfg.shared,
-        "num_experts_per_tok": cfg.top_k,
-        "n_group": cfg.groups,
-        "topk_group": cfg.top_groups,
-        "routed_scaling_factor": cfg.scale,
         "norm_topk_prob": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "first_k_dense_replace": cfg.dense_layers,
         "moe_layer_freq": 1,
-        "q_lora_rank": cfg.q_lora,
-        "kv_lora_rank": cfg.kv_lora,
-        "qk_nope_head_dim": cfg.nope,
-        "qk_rope_head_dim": cfg.rope,
-        "v_head_dim": cfg.v,
         "hidden_act": "silu",
-        "max_position_embeddings": cfg.context,
-        "rms_norm_eps": cfg.eps,
-        "rope_theta": cfg.theta,
         "rope_scaling": None,
         "rope_interleave": True,
         "attention_bias": False,
@@ -59,6 +63,7 @@ def hf_config(cfg: Config) -> dict[str, Any]:
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
+    return fixed | {key: getattr(cfg, field) for field, key in _CONFIG_KEYS.items()}
 
 
 GENERATION_CONFIG = {
@@ -146,8 +151,7 @@ def save(model: Model, tokenizer: Path, out: Path) -> int:
 def load(folder: Path, device: str = "cpu") -> Model:
     """The model of a folder that `save` wrote, for evaluation or as the target of a draft."""
     raw = json.loads((folder / "config.json").read_text())
-    keys = {v: k for k, v in _config_names().items()}
-    model = Model(Config(**{keys[k]: v for k, v in raw.items() if k in keys}), device)
+    model = Model(Config(**{field: raw[key] for field, key in _CONFIG_KEYS.items()}), device)
     stored = load_file(folder / "model.safetensors", device=device)
     for name, view in hf_tensors(model).items():
         if "shared_experts" not in name:
@@ -161,10 +165,3 @@ def load(folder: Path, device: str = "cpu") -> Model:
         down = stored[f"{at}down_proj.weight"].float().view(c.hidden, c.shared, c.expert_width)
         p["down"][c.experts :] = down.permute(1, 0, 2)
     return model
-
-
-def _config_names() -> dict[str, str]:
-    """Field of `Config` -> key of `config.json`, found by writing each field's own name."""
-    fields = Config.__dataclass_fields__
-    marked = hf_config(Config(**{f: f for f in fields}))  # type: ignore[arg-type]
-    return {v: k for k, v in marked.items() if v in fields and k != "num_key_value_heads"}

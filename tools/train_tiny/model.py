@@ -80,7 +80,7 @@ def attention(
     batch, length, _ = x.shape
     h = rms_norm(x, p["norm_attn"])
     down = F.linear(h, torch.cat([p["q_a"], p["kv_a"]]).to(x.dtype))
-    q_a, latent, k_rope = down.split([cfg.q_lora, cfg.kv_lora, cfg.rope], -1)
+    q_a, latent, k_rope = torch.split(down, [cfg.q_lora, cfg.kv_lora, cfg.rope], -1)
     q = F.linear(rms_norm(q_a, p["norm_q"]), p["q_b"].to(x.dtype))
     q = q.view(batch, length, cfg.heads, cfg.nope + cfg.rope)
     q = torch.cat([q[..., : cfg.nope], apply_rope(q[..., cfg.nope :], cos, sin)], -1)
@@ -109,7 +109,7 @@ def route(h: Tensor, gate: Tensor, bias: Tensor, cfg: Config) -> tuple[Tensor, T
     scores = F.linear(h.float(), gate.float()).sigmoid()
     choice = (scores + bias).detach()
     if cfg.groups > 1:
-        grouped = choice.unflatten(-1, (cfg.groups, -1))
+        grouped = torch.unflatten(choice, -1, (cfg.groups, -1))
         of_group = (grouped * (rank(grouped) < 2)).sum(-1)
         kept = (rank(of_group) < cfg.top_groups).unsqueeze(-1)
         choice = torch.where(kept, grouped, float("-inf")).flatten(-2)
@@ -127,7 +127,7 @@ def moe(
     weight, chosen = route(h, p["router"], bias, cfg)
     gate = F.linear(h, p["gate_up"][:, 0].reshape(count * width, hidden).to(x.dtype))
     up = F.linear(h, p["gate_up"][:, 1].reshape(count * width, hidden).to(x.dtype))
-    act = (F.silu(gate) * up).unflatten(-1, (count, width))
+    act = torch.unflatten(F.silu(gate) * up, -1, (count, width))
     ones = torch.ones_like(weight[..., : count - cfg.experts], dtype=x.dtype)
     act = (act * torch.cat([weight.to(x.dtype), ones], -1).unsqueeze(-1)).flatten(-2)
     down = p["down"].permute(1, 0, 2).reshape(hidden, count * width).to(x.dtype)

@@ -48,7 +48,7 @@ class Muon:
             update = update * (lr * (-0.2 * math.sqrt(max(shape))))  # the update RMS of AdamW
             torch._foreach_mul_(params, 1 - lr * self._weight_decay)
             sizes = [p.numel() // (shape[0] * shape[1]) for p in params]
-            parts = zip(update.split(sizes), params, strict=True)
+            parts = zip(torch.split(update, sizes), params, strict=True)
             torch._foreach_add_(params, [u.view(p.shape) for u, p in parts])
 
 

@@ -160,12 +160,12 @@ def write_tokens(path: Path, docs: list[Document], groups: list[str]) -> int:
 def write_split(tok: Tokenizer, files: list[SourceFile], split: str, out: Path) -> dict[str, int]:
     chosen = [f for f in files if f.split == split]
     docs, groups = plain_documents(tok, chosen)
-    tokens = write_tokens(out / f"{split}_0.npz" if split == "train" else out / split, docs, groups)
+    name = "train_0.npz" if split == "train" else f"{split}.npz"
+    tokens = write_tokens(out / name, docs, groups)
     raw = "".join(f.text for f in chosen).encode()
     facts = {"files": len(chosen), "bytes": len(raw), "tokens": tokens}
     if split == "held":
         facts["xz_bytes"] = len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME))
-        (out / "held.txt").write_bytes(raw)
     if split == "train":
         library = [f for f in chosen if "test" not in f.path]
         for v in range(1, VARIANTS):
