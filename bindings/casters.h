@@ -1,8 +1,8 @@
 // A strict caster from torch.Tensor to helicore::TensorView over torch's DLPack C exchange table.
 //
-// Zero-copy, no libtorch, no Python call: about 60 ns a tensor. Nothing is converted: a list, a numpy array or a meta
-// tensor is a TypeError. The view is borrowed for the length of the call. A tensor that requires grad is accepted
-// as data. `std::optional<TensorView>` accepts None.
+// Zero-copy, no libtorch, no Python call: about 60 ns a tensor. Nothing is converted: a list, a
+// numpy array or a meta tensor is a TypeError. The view is borrowed for the length of the call. A
+// tensor that requires grad is accepted as data. `std::optional<TensorView>` accepts None.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,6 +30,9 @@ struct DlpackExchangeApi {
   int (*current_work_stream)(int32_t device_type, int32_t device_id, void** out_stream);
 };
 
+// The table that the last successful look-up found; every torch tensor type shares one.
+inline const DlpackExchangeApi* known_exchange_api = nullptr;  // guarded by the GIL
+
 // The table of a type, or null; looked up once per type (two are remembered: Tensor and Parameter).
 inline const DlpackExchangeApi* exchange_api_of(PyTypeObject* type) noexcept {
   struct Entry {
@@ -46,8 +49,8 @@ inline const DlpackExchangeApi* exchange_api_of(PyTypeObject* type) noexcept {
     PyErr_Clear();
     return nullptr;
   }
-  auto* api = static_cast<const DlpackExchangeApi*>(
-      PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  auto* api =
+      static_cast<const DlpackExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   Py_DECREF(capsule);
   if (api == nullptr) PyErr_Clear();
   while (api != nullptr && api->header.major != 1) {
@@ -56,6 +59,7 @@ inline const DlpackExchangeApi* exchange_api_of(PyTypeObject* type) noexcept {
   if (api == nullptr || api->dltensor_from_py_object_no_sync == nullptr) return nullptr;
   Py_INCREF(reinterpret_cast<PyObject*>(type));  // a cached type must not be freed and reused
   cache[cache[0].type == nullptr ? 0 : 1] = {type, api};
+  known_exchange_api = api;
   return api;
 }
 
@@ -115,6 +119,19 @@ inline bool to_tensor_view(PyObject* object, TensorView* out) noexcept {
     stride *= t.shape[d];
   }
   return true;
+}
+
+// Torch's current stream of a CUDA device (a cudaStream_t), for kernels over tensors that came
+// through the caster. Null (the default stream) when torch does not tell.
+inline void* current_cuda_stream(Device device) noexcept {
+  void* stream = nullptr;
+  const DlpackExchangeApi* api = known_exchange_api;
+  if (device.type != DeviceType::kCuda || api == nullptr || api->current_work_stream == nullptr ||
+      api->current_work_stream(2, device.index, &stream) != 0) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  return stream;
 }
 
 }  // namespace helicore::bindings

@@ -1,7 +1,7 @@
 // Every C++ error and its Python class, in one table.
 //   InvalidArgument (std::invalid_argument) -> ValueError      OutOfMemory   -> MemoryError
-//   NotSupported  -> helicore.NotSupportedError (RuntimeError)  CudaError     -> helicore.CudaError (RuntimeError)
-//   InternalError -> helicore.InternalError (RuntimeError)
+//   NotSupported  -> helicore.NotSupportedError (RuntimeError)  CudaError     -> helicore.CudaError
+//   (RuntimeError) InternalError -> helicore.InternalError (RuntimeError)
 #include <nanobind/nanobind.h>
 
 #include <exception>

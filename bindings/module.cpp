@@ -10,6 +10,7 @@ void bind_quant(nb::module_& m);
 void bind_nn(nb::module_& m);
 void bind_kv(nb::module_& m);
 void bind_attention(nb::module_& m);
+void bind_attention_cuda(nb::module_& m);
 void bind_moe(nb::module_& m);
 }  // namespace helicore::bindings
 
@@ -32,7 +33,10 @@ NB_MODULE(_core, m) {
   submodule("kv", "KV cache manager.", bind_kv);
 #endif
 #ifdef HELICORE_BIND_ATTENTION
-  submodule("attention", "MLA: append, decode, prefill, merge.", bind_attention);
+  submodule("attention", "MLA: append, decode, prefill, merge.", [](nb::module_& sub) {
+    bind_attention(sub);
+    bind_attention_cuda(sub);
+  });
 #endif
 #ifdef HELICORE_BIND_MOE
   submodule("moe", "Mixture of experts: router and experts.", bind_moe);

@@ -10,8 +10,8 @@ void throw_invalid(const char* where, const std::string& reason) {
 }
 
 void throw_internal(const char* where, const char* condition, const std::string& reason) {
-  throw InternalError(concat("[", where, "] broken invariant: ", condition,
-                             reason.empty() ? "" : ": ", reason));
+  throw InternalError(
+      concat("[", where, "] broken invariant: ", condition, reason.empty() ? "" : ": ", reason));
 }
 
 }  // namespace detail

@@ -1,9 +1,10 @@
 // The error hierarchy and the check macros.
 //
-// HELICORE_CHECK is for the caller's fault and throws InvalidArgument with a message "[area.op] reason".
-// "No room" in the scheduling loop is never an error: such calls return false, nullopt or a reason object.
-// Bindings map: InvalidArgument -> ValueError, NotSupported -> helicore.NotSupportedError,
-// OutOfMemory -> MemoryError, InternalError -> RuntimeError (see bindings/exceptions.cpp).
+// HELICORE_CHECK is for the caller's fault and throws InvalidArgument with a message "[area.op]
+// reason". "No room" in the scheduling loop is never an error: such calls return false, nullopt or
+// a reason object. Bindings map: InvalidArgument -> ValueError, NotSupported ->
+// helicore.NotSupportedError, OutOfMemory -> MemoryError, InternalError -> RuntimeError (see
+// bindings/exceptions.cpp).
 #pragma once
 
 #include <sstream>
@@ -64,18 +65,18 @@ void log_error(const std::string& message) noexcept;
 }  // namespace helicore
 
 // HELICORE_CHECK(x > 0, "kv.resize", "capacity must be > 0, got ", x)
-#define HELICORE_CHECK(condition, where, ...)                                         \
-  do {                                                                                \
-    if (!(condition)) [[unlikely]] {                                                  \
+#define HELICORE_CHECK(condition, where, ...)                                            \
+  do {                                                                                   \
+    if (!(condition)) [[unlikely]] {                                                     \
       ::helicore::detail::throw_invalid(where, ::helicore::detail::concat(__VA_ARGS__)); \
-    }                                                                                 \
+    }                                                                                    \
   } while (false)
 
 // A broken invariant; always on, keep it off hot inner loops.
-#define HELICORE_ASSERT(condition, where, ...)                                             \
-  do {                                                                                     \
-    if (!(condition)) [[unlikely]] {                                                       \
-      ::helicore::detail::throw_internal(where, #condition,                                \
-                                         ::helicore::detail::concat(__VA_ARGS__));      \
-    }                                                                                      \
+#define HELICORE_ASSERT(condition, where, ...)                                     \
+  do {                                                                             \
+    if (!(condition)) [[unlikely]] {                                               \
+      ::helicore::detail::throw_internal(where, #condition,                        \
+                                         ::helicore::detail::concat(__VA_ARGS__)); \
+    }                                                                              \
   } while (false)

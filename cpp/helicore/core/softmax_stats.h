@@ -1,6 +1,8 @@
-// Softmax statistics and the merge of partial attention results; shared by attention, Helix and the tests.
+// Softmax statistics and the merge of partial attention results; shared by attention, Helix and the
+// tests.
 //
-// One convention everywhere: scores are scaled and in base 2, s' = sigma * (q.k) * log2(e). A row carries
+// One convention everywhere: scores are scaled and in base 2, s' = sigma * (q.k) * log2(e). A row
+// carries
 //   m = max_j s'_j,   l = sum_j 2^(s'_j - m),   o = (sum_j 2^(s'_j - m) v_j) / l  (normalised).
 // An empty row is (m = -inf, l = 0, o = 0). docs/design/mla-cpu.md derives the merge.
 #pragma once
@@ -23,7 +25,8 @@ struct SoftmaxStats {
   [[nodiscard]] float lse() const noexcept { return lse2() * kLn2; }
 };
 
-// Weights of two partials in their merge; a weight of exactly 0 means: skip the term (its o may be NaN).
+// Weights of two partials in their merge; a weight of exactly 0 means: skip the term (its o may be
+// NaN).
 struct MergeWeights {
   float a = 0.0f;
   float b = 0.0f;

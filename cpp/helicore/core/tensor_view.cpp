@@ -31,8 +31,7 @@ std::string TensorView::describe() const {
   return out;
 }
 
-TensorView make_view(void* data, DType dtype, std::initializer_list<int64_t> shape,
-                     Device device) {
+TensorView make_view(void* data, DType dtype, std::initializer_list<int64_t> shape, Device device) {
   TensorView t;
   t.data = data;
   t.dtype = dtype;
@@ -64,8 +63,8 @@ void check_shape(const TensorView& t, std::initializer_list<int64_t> shape, cons
     if (d++) expected += ", ";
     expected += s == -1 ? "*" : std::to_string(s);
   }
-  detail::throw_invalid(where, detail::concat(name, " must have shape ", expected, "], got ",
-                                              t.describe()));
+  detail::throw_invalid(
+      where, detail::concat(name, " must have shape ", expected, "], got ", t.describe()));
 }
 
 void check_dtype(const TensorView& t, DType dtype, const char* where, const char* name) {
@@ -79,9 +78,8 @@ void check_contiguous(const TensorView& t, const char* where, const char* name) 
 }
 
 void check_row_major(const TensorView& t, const char* where, const char* name) {
-  HELICORE_CHECK(t.ndim == 0 || t.shape[t.ndim - 1] <= 1 || t.strides[t.ndim - 1] == 1, where,
-                 name, " must have unit stride in its last dimension, got a strided ",
-                 t.describe());
+  HELICORE_CHECK(t.ndim == 0 || t.shape[t.ndim - 1] <= 1 || t.strides[t.ndim - 1] == 1, where, name,
+                 " must have unit stride in its last dimension, got a strided ", t.describe());
 }
 
 }  // namespace helicore

@@ -1,4 +1,5 @@
-// A borrowed tensor: pointer, shape, strides (in elements), dtype and device. No ownership, no torch.
+// A borrowed tensor: pointer, shape, strides (in elements), dtype and device. No ownership, no
+// torch.
 #pragma once
 
 #include <array>
@@ -39,7 +40,8 @@ struct TensorView {
 [[nodiscard]] TensorView make_view(void* data, DType dtype, std::initializer_list<int64_t> shape,
                                    Device device = {});
 
-// Checks used at every public entry; -1 in `shape` accepts any size. Throw InvalidArgument naming `name`.
+// Checks used at every public entry; -1 in `shape` accepts any size. Throw InvalidArgument naming
+// `name`.
 void check_shape(const TensorView& t, std::initializer_list<int64_t> shape, const char* where,
                  const char* name);
 void check_dtype(const TensorView& t, DType dtype, const char* where, const char* name);

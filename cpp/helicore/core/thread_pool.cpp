@@ -29,7 +29,8 @@ void cpu_relax() noexcept {
 #endif
 }
 
-// The worker index of this thread while it runs a task or holds a Lease, and how deep its leases are nested.
+// The worker index of this thread while it runs a task or holds a Lease, and how deep its leases
+// are nested.
 thread_local int current_worker = 0;
 thread_local bool inside_region = false;
 thread_local int lease_depth = 0;
@@ -65,8 +66,8 @@ struct alignas(64) WorkerState {
 }  // namespace
 
 struct ThreadPool::Impl {
-  // The next task of the open region. A region closes (even generation) only after every worker that joined has left,
-  // so a late worker can never take a task of a region it did not join.
+  // The next task of the open region. A region closes (even generation) only after every worker
+  // that joined has left, so a late worker can never take a task of a region it did not join.
   alignas(64) std::atomic<uint64_t> ticket{0};
   alignas(64) std::atomic<uint32_t> generation{0};
   alignas(64) std::atomic<int64_t> unfinished{0};
@@ -83,7 +84,8 @@ struct ThreadPool::Impl {
   std::vector<std::thread> threads;
 
   void work(uint32_t my_generation, int worker) {
-    // Joining: after this increment the region's owner waits for us before it changes fn, ctx or num_tasks.
+    // Joining: after this increment the region's owner waits for us before it changes fn, ctx or
+    // num_tasks.
     active_workers.fetch_add(1, std::memory_order_seq_cst);
     if (generation.load(std::memory_order_seq_cst) == my_generation) {
       drain(worker);
@@ -174,7 +176,8 @@ void ThreadPool::run(int64_t num_tasks, TaskFn fn, void* ctx) {
   p.ctx = ctx;
   p.ticket.store(0, std::memory_order_relaxed);
   p.unfinished.store(num_tasks, std::memory_order_relaxed);
-  // Odd generations are open regions, even ones closed: a worker that wakes late sees a closed one and goes back.
+  // Odd generations are open regions, even ones closed: a worker that wakes late sees a closed one
+  // and goes back.
   p.generation.fetch_add(1, std::memory_order_seq_cst);
   if (p.sleepers.load(std::memory_order_seq_cst) > 0) p.generation.notify_all();
   inside_region = true;
@@ -194,8 +197,9 @@ int available_cpus() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
-// Never destroyed at exit: threads that outlive static destruction may still use it. A forked child has none of the
-// parent's threads, so it drops the pool (without joining) and makes its own on first use.
+// Never destroyed at exit: threads that outlive static destruction may still use it. A forked child
+// has none of the parent's threads, so it drops the pool (without joining) and makes its own on
+// first use.
 std::atomic<ThreadPool*> process_pool{nullptr};
 std::mutex process_pool_mutex;
 

@@ -1,7 +1,8 @@
 // The one pool of CPU worker threads that every CPU kernel uses.
 //
-// A parallel region costs about a microsecond while workers are still spinning after the last one; an idle worker
-// spins for `spin_us` and then sleeps on a futex, so an oversubscribed machine does not crawl.
+// A parallel region costs about a microsecond while workers are still spinning after the last one;
+// an idle worker spins for `spin_us` and then sleeps on a futex, so an oversubscribed machine does
+// not crawl.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +12,9 @@
 
 namespace helicore {
 
-// Threads: one caller at a time owns the pool (others wait on its mutex); `parallel_for` called from inside a region
-// executes serially on the calling worker. The calling thread is worker 0. Destruction joins the workers.
+// Threads: one caller at a time owns the pool (others wait on its mutex); `parallel_for` called
+// from inside a region executes serially on the calling worker. The calling thread is worker 0.
+// Destruction joins the workers.
 class ThreadPool {
  public:
   // num_threads >= 1 counts the calling thread.
@@ -30,12 +32,14 @@ class ThreadPool {
     parallel_for_worker(num_tasks, [&fn](int64_t task, int /*worker*/) { fn(task); });
   }
 
-  // Calls fn(task, worker) with worker in [0, num_threads()); a worker runs one task at a time, so per-worker
-  // scratch needs no lock.
+  // Calls fn(task, worker) with worker in [0, num_threads()); a worker runs one task at a time, so
+  // per-worker scratch needs no lock.
   template <typename Fn>
   void parallel_for_worker(int64_t num_tasks, Fn&& fn) {
     using F = std::remove_reference_t<Fn>;
-    run(num_tasks, [](void* ctx, int64_t task, int worker) { (*static_cast<F*>(ctx))(task, worker); },
+    run(
+        num_tasks,
+        [](void* ctx, int64_t task, int worker) { (*static_cast<F*>(ctx))(task, worker); },
         const_cast<void*>(static_cast<const void*>(&fn)));
   }
 
@@ -52,8 +56,9 @@ class ThreadPool {
     ThreadPool* pool_;
   };
 
-  // Scratch of at least `num_bytes` for `worker`, 64-byte aligned, kept between calls (it only grows).
-  // Valid until the next scratch() call of the same worker. Call inside a region or under a Lease.
+  // Scratch of at least `num_bytes` for `worker`, 64-byte aligned, kept between calls (it only
+  // grows). Valid until the next scratch() call of the same worker. Call inside a region or under a
+  // Lease.
   [[nodiscard]] void* scratch(int worker, size_t num_bytes);
   // Scratch for a whole region, under a Lease; valid until the next shared_scratch() call.
   [[nodiscard]] void* shared_scratch(size_t num_bytes);

@@ -11,7 +11,8 @@
 
 namespace helicore {
 
-// An integer with a tag. Explicit construction; compares and increments, no arithmetic between tags.
+// An integer with a tag. Explicit construction; compares and increments, no arithmetic between
+// tags.
 template <typename Tag, typename Rep = int32_t>
 class StrongIndex {
  public:

@@ -1,4 +1,5 @@
-// Small device helpers of the portable kernels: element loads and stores, warp reductions, rotation.
+// Small device helpers of the portable kernels: element loads and stores, warp reductions,
+// rotation.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +40,8 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// The rotated values of pair i of x[dr] (see RopeTable): first goes to out[i], second to out[i + dr/2].
+// The rotated values of pair i of x[dr] (see RopeTable): first goes to out[i], second to out[i +
+// dr/2].
 template <typename T>
 __device__ inline float2 rotate_pair(const T* x, int i, const RopeTable& rope, int32_t position) {
   const int half = rope.dim / 2;

@@ -1,5 +1,5 @@
-// Append: RMS norm of the latent, rotation of the rope part, write to the slot; one launch for all tokens.
-// Rope of query rows shares the rotation.
+// Append: RMS norm of the latent, rotation of the rope part, write to the slot; one launch for all
+// tokens. Rope of query rows shares the rotation.
 #include <cuda_runtime.h>
 
 #include "helicore/attention/cuda/common.cuh"
@@ -13,7 +13,8 @@ namespace {
 constexpr int kAppendThreads = 128;
 constexpr int kRopeThreads = 128;
 
-// One block a token. The norm follows the CPU twin: normalise in float32, round to the model's type, times weight.
+// One block a token. The norm follows the CPU twin: normalise in float32, round to the model's
+// type, times weight.
 template <typename In, typename Weight, typename Out>
 __global__ void __launch_bounds__(kAppendThreads)
     mla_append_kernel(const __grid_constant__ MlaAppendParams p) {
@@ -43,8 +44,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
   for (int i = threadIdx.x; i < rank; i += kAppendThreads) {
     const float x = load_as_float(row + i);
-    const float y =
-        weight == nullptr ? x : rounded<In>(x * inv_rms) * load_as_float(weight + i);
+    const float y = weight == nullptr ? x : rounded<In>(x * inv_rms) * load_as_float(weight + i);
     store_float(out + i, rounded<In>(y));
   }
 
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
-// One thread a (token, head, pair). Writing in place is safe only if a row's reads finish before its writes, so a
-// block owns whole (token, head) rows and synchronises between the two.
+// One thread a (token, head, pair). Writing in place is safe only if a row's reads finish before
+// its writes, so a block owns whole (token, head) rows and synchronises between the two.
 template <typename T>
 __global__ void __launch_bounds__(kRopeThreads)
     rope_rows_kernel(const __grid_constant__ RopeRowsParams p) {

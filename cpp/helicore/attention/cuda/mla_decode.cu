@@ -1,8 +1,9 @@
-// Portable absorbed decode over the paged latents (sm_80 and up, any widths): split-KV with a second launch that merges.
+// Portable absorbed decode over the paged latents (sm_80 and up, any widths): split-KV with a
+// second launch that merges.
 //
-// A block serves one query token, a tile of heads and one split. It streams tiles of latent rows through shared memory;
-// the row serves as key (all E columns) and as value (first R columns). Split boundaries come from the row's own
-// length, partials are merged in ascending order.
+// A block serves one query token, a tile of heads and one split. It streams tiles of latent rows
+// through shared memory; the row serves as key (all E columns) and as value (first R columns).
+// Split boundaries come from the row's own length, partials are merged in ascending order.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,8 +18,8 @@
 namespace helicore::attention::cuda {
 namespace {
 
-constexpr int kHeadTile = 8;    // heads of a block
-constexpr int kTokenTile = 16;  // latent rows in shared memory at a time
+constexpr int kHeadTile = 8;                            // heads of a block
+constexpr int kTokenTile = 16;                          // latent rows in shared memory at a time
 constexpr int kDecodeThreads = kHeadTile * kTokenTile;  // one score a thread
 constexpr int kMergeThreads = 128;
 constexpr int kMaxSplits = 64;
@@ -88,7 +89,8 @@ __device__ inline void load_tile(const MlaDecodeParams& p, const int32_t* pages,
     const CT* src = static_cast<const CT*>(p.cache.data) +
                     static_cast<int64_t>(pages[token / p.cache.page_size]) * p.cache.page_stride +
                     static_cast<int64_t>(token % p.cache.page_size) * width;
-    for (int d = threadIdx.x % kWarpSize; d < width; d += kWarpSize) row[d] = load_as_float(src + d);
+    for (int d = threadIdx.x % kWarpSize; d < width; d += kWarpSize)
+      row[d] = load_as_float(src + d);
   }
 }
 
@@ -159,7 +161,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
   for (int i = threadIdx.x; i < kHeadTile * rank; i += kDecodeThreads) acc[i] = 0.0f;
 
-  // Thread (h, j) owns one score of the tile; the kTokenTile threads of a head agree on its running m and l.
+  // Thread (h, j) owns one score of the tile; the kTokenTile threads of a head agree on its running
+  // m and l.
   const int h = threadIdx.x / kTokenTile;
   const int j = threadIdx.x % kTokenTile;
   float m = -INFINITY;
@@ -277,14 +280,12 @@ __global__ void __launch_bounds__(kMergeThreads)
 DecodeSplits plan_decode_splits(const MlaDecodeParams& params, int64_t max_kv_len, int32_t num_sms,
                                 int32_t fixed_splits) {
   DecodeSplits splits;
-  const int64_t blocks =
-      params.num_tokens * ((params.num_heads + kHeadTile - 1) / kHeadTile);
+  const int64_t blocks = params.num_tokens * ((params.num_heads + kHeadTile - 1) / kHeadTile);
   if (blocks == 0) return splits;
   const int64_t useful = std::max<int64_t>(1, max_kv_len / (4 * kTokenTile));
   const int64_t wanted = fixed_splits > 0 ? fixed_splits : (2 * num_sms + blocks - 1) / blocks;
-  splits.num_splits = static_cast<int32_t>(
-      std::clamp<int64_t>(wanted, 1, fixed_splits > 0 ? kMaxSplits
-                                                      : std::min<int64_t>(kMaxSplits, useful)));
+  splits.num_splits = static_cast<int32_t>(std::clamp<int64_t>(
+      wanted, 1, fixed_splits > 0 ? kMaxSplits : std::min<int64_t>(kMaxSplits, useful)));
   if (splits.num_splits > 1) {
     const size_t rows = static_cast<size_t>(splits.num_splits) *
                         static_cast<size_t>(params.num_tokens) *
@@ -316,9 +317,10 @@ void launch_mla_decode(const MlaDecodeParams& params, const DecodeSplits& splits
   dispatch_float(params.q_dtype, "q", [&](auto q) {
     dispatch_float(params.cache.dtype, "cache", [&](auto c) {
       auto* kernel = mla_decode_kernel<decltype(q), decltype(c)>;
-      helicore::cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes)),
-                            "shared memory for mla_decode_kernel");
+      helicore::cuda::check(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes)),
+          "shared memory for mla_decode_kernel");
       kernel<<<grid, kDecodeThreads, shared_bytes, cuda_stream>>>(params, partial);
     });
     helicore::cuda::check_launch("mla_decode_kernel");
@@ -333,9 +335,8 @@ void launch_mla_decode(const MlaDecodeParams& params, const DecodeSplits& splits
 void launch_merge_states(const MergeStatesParams& params, Stream stream) {
   if (params.num_rows == 0) return;
   dispatch_float(params.dtype, "o", [&](auto element) {
-    merge_states_kernel<decltype(element)>
-        <<<static_cast<unsigned>(params.num_rows), kMergeThreads, 0,
-           static_cast<cudaStream_t>(stream)>>>(params);
+    merge_states_kernel<decltype(element)><<<static_cast<unsigned>(params.num_rows), kMergeThreads,
+                                             0, static_cast<cudaStream_t>(stream)>>>(params);
   });
   helicore::cuda::check_launch("merge_states_kernel");
 }

@@ -18,36 +18,37 @@ void set_isa(Isa isa);
 
 }  // namespace helicore
 
-// HELICORE_DISPATCH_ISA(kernel(args...)): calls helicore::<ns of this isa>::kernel. Use inside namespace
-// helicore::<area>, where each variant declares `namespace avx2 { ... }`; see core/cpu/simd.h.
+// HELICORE_DISPATCH_ISA(kernel(args...)): calls helicore::<ns of this isa>::kernel. Use inside
+// namespace helicore::<area>, where each variant declares `namespace avx2 { ... }`; see
+// core/cpu/simd.h.
 #if defined(__x86_64__)
-#define HELICORE_DISPATCH_ISA(call)                  \
-  [&] {                                              \
-    switch (::helicore::active_isa()) {              \
-      case ::helicore::Isa::kAvx512Bf16:             \
-        return isa_avx512bf16::call;                 \
-      case ::helicore::Isa::kAvx512:                 \
-        return isa_avx512::call;                     \
-      case ::helicore::Isa::kAvx2:                   \
-        return isa_avx2::call;                       \
-      case ::helicore::Isa::kGeneric:                \
-        break;                                       \
-    }                                                \
-    return isa_generic::call;                        \
+#define HELICORE_DISPATCH_ISA(call)      \
+  [&] {                                  \
+    switch (::helicore::active_isa()) {  \
+      case ::helicore::Isa::kAvx512Bf16: \
+        return isa_avx512bf16::call;     \
+      case ::helicore::Isa::kAvx512:     \
+        return isa_avx512::call;         \
+      case ::helicore::Isa::kAvx2:       \
+        return isa_avx2::call;           \
+      case ::helicore::Isa::kGeneric:    \
+        break;                           \
+    }                                    \
+    return isa_generic::call;            \
   }()
 // HELICORE_DECLARE_ISA(void f(int);) declares f once per variant.
-#define HELICORE_DECLARE_ISA(...)                    \
-  namespace isa_generic {                            \
-  __VA_ARGS__                                        \
-  }                                                  \
-  namespace isa_avx2 {                               \
-  __VA_ARGS__                                        \
-  }                                                  \
-  namespace isa_avx512 {                             \
-  __VA_ARGS__                                        \
-  }                                                  \
-  namespace isa_avx512bf16 {                         \
-  __VA_ARGS__                                        \
+#define HELICORE_DECLARE_ISA(...) \
+  namespace isa_generic {         \
+  __VA_ARGS__                     \
+  }                               \
+  namespace isa_avx2 {            \
+  __VA_ARGS__                     \
+  }                               \
+  namespace isa_avx512 {          \
+  __VA_ARGS__                     \
+  }                               \
+  namespace isa_avx512bf16 {      \
+  __VA_ARGS__                     \
   }
 #else
 #define HELICORE_DISPATCH_ISA(call) isa_generic::call

@@ -1,8 +1,9 @@
 // Vector types for kernels that are compiled once per instruction set.
 //
-// A kernel file `x.inc.cpp` is listed through helicore_isa_variants() in CMake; it includes this header and puts all
-// of its code into `namespace HELICORE_ISA_NS` (internal, one per variant, so that no inline function of one
-// variant can be linked into another). The unit of work is VF: kLanes floats in one or more registers.
+// A kernel file `x.inc.cpp` is listed through helicore_isa_variants() in CMake; it includes this
+// header and puts all of its code into `namespace HELICORE_ISA_NS` (internal, one per variant, so
+// that no inline function of one variant can be linked into another). The unit of work is VF:
+// kLanes floats in one or more registers.
 #pragma once
 
 #include <cmath>
@@ -45,9 +46,7 @@ static inline void store(float* p, VF a) { _mm512_storeu_ps(p, a.v); }
 static inline __mmask16 tail_mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 // First n lanes (0 <= n <= kLanes); the others read as 0 and their memory is not touched.
 static inline VF load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(tail_mask(n), p)}; }
-static inline void store_n(float* p, VF a, int n) {
-  _mm512_mask_storeu_ps(p, tail_mask(n), a.v);
-}
+static inline void store_n(float* p, VF a, int n) { _mm512_mask_storeu_ps(p, tail_mask(n), a.v); }
 static inline VF load(const BFloat16* p) {
   __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
@@ -179,7 +178,8 @@ static inline __m256 exp2_half(__m256 a) {
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(2.402264791363012e-1f));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.931472028550421e-1f));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
-  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  __m256i e =
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   __m256 r = _mm256_mul_ps(p, _mm256_castsi256_ps(e));
   return _mm256_and_ps(r, _mm256_cmp_ps(a, _mm256_set1_ps(-126.0f), _CMP_GE_OQ));
 }

@@ -1,4 +1,5 @@
-// What the process knows about CUDA, callable in every build: without CUDA there are zero devices (no_cuda.cpp).
+// What the process knows about CUDA, callable in every build: without CUDA there are zero devices
+// (no_cuda.cpp).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@ namespace helicore::cuda {
 // True when this build holds CUDA kernels.
 [[nodiscard]] bool compiled() noexcept;
 
-// Devices that a kernel could run on now; 0 without a GPU, without a driver or in a CPU build. Never throws.
+// Devices that a kernel could run on now; 0 without a GPU, without a driver or in a CPU build.
+// Never throws.
 [[nodiscard]] int device_count() noexcept;
 
 struct DeviceProperties {
