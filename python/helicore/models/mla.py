@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
     q_norm: Tensor | None
     q_b: Tensor | None
     kv_norm: Tensor
-    w_uk_absorb: Tensor
+    w_absorb: Tensor
     w_uk: Tensor
     w_uv: Tensor
     o_proj: Tensor
@@ -119,24 +119,24 @@ class LatentAttention(nn.Module):
         """kv_b_proj has, head by head, the rows of the keys and then those of the values."""
         rows = self.nope + self.v
         kv_b = w.take("kv_b_proj.weight", self.num_heads * rows, self.rank)
-        kv_b = kv_b.view(self.num_heads, rows, self.rank)
-        w_uk = kv_b[:, : self.nope]
-        self.register_buffer("w_uk_absorb", ops.pack_linear(w_uk.transpose(1, 2).contiguous()))
-        self.register_buffer("w_uk", ops.pack_linear(w_uk))
-        self.register_buffer("w_uv", ops.pack_linear(kv_b[:, self.nope :]))
+        packed = ops.pack_mla_weights(kv_b, self.num_heads, self.nope, self.v)
+        self.register_buffer("w_absorb", packed.w_absorb)
+        self.register_buffer("w_uk", packed.w_uk)
+        self.register_buffer("w_uv", packed.w_uv)
 
     def forward(self, h: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
         """h [T, hidden] -> [T, hidden]; appends the step's rows to the cache first."""
         first = ops.linear(h, self.qkv_a, self.first_width + self.kv_width, self.qkv_a_bias)
-        q, kv_a = first.split([self.first_width, self.kv_width], dim=-1)
+        q, kv_a = first[:, : self.first_width], first[:, self.first_width :]
         ops.mla_append(
             kv_a,
+            cache,
+            step.slots,
+            self.rank,
+            step.positions,
+            step.cos_sin,
             self.kv_norm,
             self.norm_eps,
-            step.cos_sin,
-            step.positions,
-            step.slots,
-            cache,
             self.interleaved,
         )
         if self.q_b is not None and self.q_norm is not None:
@@ -162,17 +162,19 @@ class LatentAttention(nn.Module):
         self, q: Tensor, step: AttentionStep, part: AttentionPart, cache: Tensor
     ) -> Tensor:
         """q [t, heads, nope + rope] not rotated -> [t, heads * v]."""
-        q = ops.mla_absorb(q, self.w_uk_absorb, step.cos_sin, part.positions, self.interleaved)
-        o = ops.mla_decode(
-            q, cache, part.block_table, part.cu_q, part.kv_len, self.softmax_scale, self.rank
+        q = ops.mla_absorb(
+            q, self.w_absorb, self.rank, part.positions, step.cos_sin, self.interleaved
         )
-        return ops.mla_project_v(o, self.w_uv)
+        scale = self.softmax_scale
+        o = ops.mla_decode(q, cache, part.block_table, part.cu_q, part.kv_len, scale, self.rank)
+        return ops.mla_project_v(o, self.w_uv, self.v)
 
     def _expanded(
         self, q: Tensor, step: AttentionStep, part: AttentionPart, cache: Tensor
     ) -> Tensor:
-        """q [t, heads, nope + rope] not rotated -> [t, heads * v]."""
-        q = ops.rope_q(q, step.cos_sin, part.positions, self.interleaved)
+        """q [t, heads, nope + rope] not rotated, overwritten -> [t, heads * v]."""
+        q = q.contiguous()
+        ops.rope_q(q, part.positions, step.cos_sin, self.interleaved)
         return ops.mla_prefill(
             q,
             cache,
@@ -182,4 +184,6 @@ class LatentAttention(nn.Module):
             self.w_uk,
             self.w_uv,
             self.softmax_scale,
+            self.rank,
+            self.v,
         )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from helicore import ops
-from helicore.models.config import ModelConfig
+from helicore.models.config import ModelConfig, MoeConfig
 from helicore.models.weights import WeightReader
 
 
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         if config.moe is None:
             raise ValueError("config.moe must not be None")
         m, hidden = config.moe, config.hidden_size
-        self.moe, self.hidden = m, hidden
+        self.moe, self.hidden, self.router = m, hidden, _router(m)
         fp32 = torch.float32
         self.register_buffer("gate", w.own("gate.weight", m.num_experts, hidden, dtype=fp32))
         bias = None
@@ -74,27 +74,31 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """h [T, hidden] -> [T, hidden]."""
-        m, shared = self.moe, self.shared
-        ids, weights = ops.route(
+        shared = self.shared
+        return ops.moe_block(
             h,
             self.gate,
             self.gate_bias,
-            m.top_k,
-            m.n_group,
-            m.topk_group,
-            m.scoring_func,
-            2 if m.topk_method == "noaux_tc" else 1,
-            m.norm_topk_prob,
-            m.routed_scaling_factor,
-        )
-        return ops.moe_forward(
-            h,
-            ids,
-            weights,
+            self.router,
             self.gate_up,
             self.down,
-            m.expert_size,
+            self.moe.expert_size,
             None if shared is None else shared.gate_up,
             None if shared is None else shared.down,
-            m.shared_size,
+            self.moe.shared_size,
         )
+
+
+def _router(m: MoeConfig) -> ops.RouterConfig:
+    """Groups are scored by their best expert, or by the sum of their two best biased scores."""
+    score = "top2_sum" if m.topk_method == "noaux_tc" else "max"
+    return ops.RouterConfig(
+        num_experts=m.num_experts,
+        top_k=m.top_k,
+        n_group=m.n_group,
+        topk_group=m.topk_group,
+        scoring=m.scoring_func,
+        group_score=score if m.n_group > 1 else "none",
+        norm_topk_prob=m.norm_topk_prob,
+        scaling=m.routed_scaling_factor,
+    )

@@ -76,7 +76,9 @@ class PagedRequests:
             block_table=table.int(),
             num_absorbed=num_absorbed,
             num_absorbed_tokens=sum(counts[:num_absorbed]),
-            logits_rows=torch.arange(total) if rows is None else torch.tensor(rows),
+            logits_rows=torch.arange(total)
+            if rows is None
+            else torch.tensor(rows, dtype=torch.int64),
         )
         with torch.inference_mode():
             logits: Tensor = self._model(batch, self.caches)
