@@ -1,0 +1,1 @@
+"""Benchmarks behind `helicore bench`: each is a function that returns a Report."""

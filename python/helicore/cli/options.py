@@ -1,0 +1,127 @@
+"""Options that several commands share, and what they build."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from helicore.cli.console import note
+
+if TYPE_CHECKING:
+    from helicore.llm import LLM
+    from helicore.sampling_params import SamplingParams
+
+_ENGINE = "Engine"
+_SAMPLING = "Sampling"
+
+
+def _engine(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_ENGINE, show_default=False)
+
+
+def _sampling(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_SAMPLING, show_default=False)
+
+
+Model: TypeAlias = Annotated[
+    str,
+    typer.Option("--model", "-m", help="'tiny' (bundled), a checkpoint folder, or a hub name."),
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Dtype: TypeAlias = Annotated[
+    str, _engine("--dtype", help="auto, float32 or bfloat16 [default: auto]")
+]
+Device: TypeAlias = Annotated[str, _engine("--device", help="auto, cpu or cuda [default: auto]")]
+Threads: TypeAlias = Annotated[
+    int | None, _engine("--num-threads", "--threads", help="CPU threads [default: all cores]")
+]
+MaxModelLen: TypeAlias = Annotated[
+    int | None, _engine("--max-model-len", help="Longest prompt and output together.")
+]
+BlockSize: TypeAlias = Annotated[
+    int | None, _engine("--block-size", help="Tokens per cache page [default: 64]")
+]
+HostGb: TypeAlias = Annotated[
+    float | None, _engine("--host-gb", help="Host memory for the KV cache in GiB.")
+]
+NoPrefixCaching: TypeAlias = Annotated[
+    bool, _engine("--no-prefix-caching", help="Do not reuse cached prefixes between requests.")
+]
+Deterministic: TypeAlias = Annotated[
+    bool, _engine("--deterministic", help="Tokens do not depend on the batch.")
+]
+TrustRemoteCode: TypeAlias = Annotated[
+    bool, _engine("--trust-remote-code", help="Allow a tokenizer that is code of the checkpoint.")
+]
+
+MaxTokens: TypeAlias = Annotated[
+    int | None, _sampling("--max-tokens", "-n", help="Tokens to generate at most [default: 128]")
+]
+Temperature: TypeAlias = Annotated[
+    float | None, _sampling("--temperature", "-t", help="0 is greedy [default: the model's]")
+]
+TopP: TypeAlias = Annotated[float | None, _sampling("--top-p", help="[default: the model's]")]
+TopK: TypeAlias = Annotated[
+    int | None, _sampling("--top-k", help="0 is off [default: the model's]")
+]
+MinP: TypeAlias = Annotated[float | None, _sampling("--min-p", help="0 is off.")]
+Seed: TypeAlias = Annotated[int | None, _sampling("--seed", help="Makes sampling reproducible.")]
+Stop: TypeAlias = Annotated[
+    list[str] | None, _sampling("--stop", help="End before this text; may be given several times.")
+]
+
+
+def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
+    """The model's defaults with the given options in their place; None means not given."""
+    from dataclasses import replace
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen.setdefault("max_tokens", 128)
+    return replace(llm.get_default_sampling_params(), **chosen)
+
+
+def load_llm(
+    model: str,
+    *,
+    block_size: int | None = None,
+    host_gb: float | None = None,
+    no_prefix_caching: bool = False,
+    quiet: bool = False,
+    **arguments: Any,
+) -> LLM:
+    """Loads a model, with a line about it on standard error."""
+    from helicore.config import KVCacheConfig
+
+    cache: dict[str, Any] = {"enable_prefix_caching": not no_prefix_caching}
+    if block_size is not None:
+        cache["block_size"] = block_size
+    if host_gb is not None:
+        cache["host_gb"] = host_gb
+    with _status(f"loading {model}", quiet), plain_warnings():
+        from helicore.llm import LLM
+
+        return LLM(model, kv_cache=KVCacheConfig(**cache), **arguments)
+
+
+@contextlib.contextmanager
+def _status(text: str, quiet: bool) -> Iterator[None]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Shows warnings as one line without source code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *rest: note(f"warning: {message}")
+        yield
