@@ -16,17 +16,9 @@ namespace {
 constexpr int64_t kChunkRows = 2048;  // expanded rows of one chunk of tokens
 constexpr int64_t kRowsPerTask = 96;  // rows of one expert in one task of the first product
 constexpr int64_t kGroup = 4;         // blocks of 16 columns in one task
+constexpr int64_t kColumns = kGroup * nn::kPackBlock;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// A layer with its shapes checked; plain pointers from here on.
-struct Layer {
-  nn::PackedWeight w13, w2, shared_w13, shared_w2;
-  int64_t w13_stride = 0, w2_stride = 0;  // elements from expert to expert
-  int64_t width = 0;                      // D
-  int64_t intermediate = 0, shared_intermediate = 0;
-  int32_t num_experts = 0, top_k = 0;
-};
 
 // One chunk of tokens and its memory.
 struct Chunk {
@@ -42,21 +34,41 @@ struct Chunk {
   ExpertSort sort;
 };
 
-nn::PackedWeight stacked(const TensorView& packed, int64_t out_features, int64_t in_features,
-                         const char* where, const char* name, int64_t groups, int64_t* stride) {
+// The packed matrices of all experts, one after the other.
+struct Stack {
+  nn::PackedWeight first;
+  int64_t stride = 0;  // elements from expert to expert
+
+  [[nodiscard]] nn::PackedWeight of(int64_t expert) const {
+    nn::PackedWeight w = first;
+    w.data =
+        static_cast<const char*>(w.data) + expert * stride * static_cast<int64_t>(size_of(w.dtype));
+    return w;
+  }
+};
+
+// `packed` without its leading dimension, the experts.
+TensorView first_of(const TensorView& packed, const char* where, const char* name) {
   HELICORE_CHECK(packed.ndim >= 1, where, name, " must be stacked over experts, got ",
                  packed.describe());
   check_contiguous(packed, where, name);
   TensorView one = packed;
   one.ndim -= 1;
-  *stride = 1;
   for (int d = 0; d < one.ndim; ++d) {
     one.shape[d] = packed.shape[d + 1];
     one.strides[d] = packed.strides[d + 1];
-    *stride *= one.shape[d];
   }
-  return nn::packed_weight(one, out_features, in_features, where, name, groups);
+  return one;
 }
+
+// A layer with its shapes checked; plain pointers from here on.
+struct Layer {
+  Stack w13, w2;
+  nn::PackedWeight shared_w13, shared_w2;
+  int64_t width = 0;  // D
+  int64_t intermediate = 0, shared_intermediate = 0;
+  int32_t num_experts = 0, top_k = 0;
+};
 
 Layer check_layer(const TensorView& x, const ExpertTensors& t, const TensorView& out,
                   const char* where) {
@@ -69,8 +81,11 @@ Layer check_layer(const TensorView& x, const ExpertTensors& t, const TensorView&
   Layer layer;
   layer.width = x.size(1);
   layer.intermediate = t.intermediate;
-  layer.w13 = stacked(t.w13, 2 * t.intermediate, layer.width, where, "w13", 2, &layer.w13_stride);
-  layer.w2 = stacked(t.w2, layer.width, t.intermediate, where, "w2", 1, &layer.w2_stride);
+  const TensorView w13 = first_of(t.w13, where, "w13");
+  const TensorView w2 = first_of(t.w2, where, "w2");
+  layer.w13 = {nn::packed_weight(w13, 2 * t.intermediate, layer.width, where, "w13", 2),
+               w13.numel()};
+  layer.w2 = {nn::packed_weight(w2, layer.width, t.intermediate, where, "w2"), w2.numel()};
   layer.num_experts = static_cast<int32_t>(t.w13.size(0));
   HELICORE_CHECK(layer.num_experts >= 1 && layer.num_experts <= kMaxExperts &&
                      t.w2.size(0) == layer.num_experts,
@@ -90,75 +105,95 @@ Layer check_layer(const TensorView& x, const ExpertTensors& t, const TensorView&
   return layer;
 }
 
-nn::PackedWeight of_expert(nn::PackedWeight first, int64_t stride, int64_t expert) {
-  first.data = static_cast<const char*>(first.data) +
-               expert * stride * static_cast<int64_t>(size_of(first.dtype));
-  return first;
-}
+// A range of rows and the block of 16 columns that a task begins with.
+struct Part {
+  int64_t begin;
+  int64_t end;
+  int64_t block;
+};
 
-// The first product over rows [begin, end) of x (through `index` when given) into `hidden`.
+// The first product over rows of x (through `index` when given) into `hidden`.
 void first_product(const Chunk& c, const nn::PackedWeight& weight, const int32_t* index,
-                   char* hidden, int64_t begin, int64_t end, int64_t block) {
-  const int64_t element = static_cast<int64_t>(size_of(c.dtype));
+                   char* hidden, const Part& part) {
+  const auto element = static_cast<int64_t>(size_of(c.dtype));
   const int64_t intermediate = weight.out_features / 2;
   nn::LinearParams p;
-  p.x = index != nullptr ? c.x : static_cast<const char*>(c.x) + begin * c.x_stride * element;
+  p.x = index != nullptr ? c.x : static_cast<const char*>(c.x) + part.begin * c.x_stride * element;
   p.x_stride = c.x_stride;
-  p.row_index = index != nullptr ? index + begin : nullptr;
-  p.num_rows = end - begin;
+  p.row_index = index != nullptr ? index + part.begin : nullptr;
+  p.num_rows = part.end - part.begin;
   p.weight = weight;
-  p.out = hidden + begin * intermediate * element;
+  p.out = hidden + part.begin * intermediate * element;
   p.out_stride = intermediate;
   p.x_dtype = c.dtype;
   p.out_dtype = c.dtype;
   p.activation = nn::Activation::kSiluMul;
-  nn::linear_blocks(p, block, std::min(block + kGroup, ceil_div(intermediate, nn::kPackBlock)));
+  const int64_t blocks = ceil_div(intermediate, nn::kPackBlock);
+  nn::linear_blocks(p, part.block, std::min(part.block + kGroup, blocks));
 }
 
 // Region 1: tasks are (active expert, group of blocks) and, for the shared expert, (rows, group of
 // blocks).
 void run_first(const Layer& layer, const Chunk& c) {
-  const int64_t groups = ceil_div(layer.intermediate, kGroup * nn::kPackBlock);
-  const int64_t shared_groups = ceil_div(layer.shared_intermediate, kGroup * nn::kPackBlock);
+  const int64_t groups = ceil_div(layer.intermediate, kColumns);
+  const int64_t shared_groups = ceil_div(layer.shared_intermediate, kColumns);
   const int64_t shared_rows = ceil_div(c.tokens, kRowsPerTask);
   const int64_t shared_tasks = shared_groups * shared_rows;
   default_pool().parallel_for(shared_tasks + groups * c.sort.num_active, [&](int64_t task) {
     if (task < shared_tasks) {
       const int64_t begin = task % shared_rows * kRowsPerTask;
-      return first_product(c, layer.shared_w13, nullptr, c.shared_hidden, begin,
-                           std::min(c.tokens, begin + kRowsPerTask), task / shared_rows * kGroup);
+      return first_product(
+          c, layer.shared_w13, nullptr, c.shared_hidden,
+          {begin, std::min(c.tokens, begin + kRowsPerTask), task / shared_rows * kGroup});
     }
     task -= shared_tasks;
     const int32_t expert = c.sort.active[task / groups];
-    first_product(c, of_expert(layer.w13, layer.w13_stride, expert), c.sort.row_token, c.hidden,
-                  c.sort.offsets[expert], c.sort.offsets[expert + 1], task % groups * kGroup);
+    first_product(c, layer.w13.of(expert), c.sort.row_token, c.hidden,
+                  {c.sort.offsets[expert], c.sort.offsets[expert + 1], task % groups * kGroup});
   });
 }
 
-// Columns [16 * block, ...) of the second product for `rows` rows of `hidden`, as fp32 rows
-// `stride` apart.
-void second_product(const nn::PackedWeight& weight, const char* hidden, DType dtype, int64_t rows,
-                    int64_t block, int64_t columns, float* out, int64_t stride) {
+// The second product of rows [begin, end) of `hidden` for `columns` columns from part.block on, as
+// fp32 rows of `results` that are kColumns apart.
+void second_product(const nn::PackedWeight& weight, const Chunk& c, const char* hidden,
+                    const Part& part, int64_t columns, float* results) {
+  const auto element = static_cast<int64_t>(size_of(c.dtype));
   nn::LinearParams p;
-  p.x = hidden;
+  p.x = hidden + part.begin * weight.in_features * element;
   p.x_stride = weight.in_features;
-  p.num_rows = rows;
+  p.num_rows = part.end - part.begin;
   p.weight = weight;
   p.weight.data = static_cast<const char*>(weight.data) +
-                  block * weight.block_stride() * static_cast<int64_t>(size_of(weight.dtype));
+                  part.block * weight.block_stride() * static_cast<int64_t>(size_of(weight.dtype));
   p.weight.out_features = columns;
-  p.out = out;
-  p.out_stride = stride;
-  p.x_dtype = dtype;
+  p.out = results + part.begin * kColumns;
+  p.out_stride = kColumns;
+  p.x_dtype = c.dtype;
   p.out_dtype = DType::kFloat32;
   nn::linear_blocks(p, 0, ceil_div(columns, nn::kPackBlock));
+}
+
+// The sum over slots for a group of output columns.
+void finalize(const Layer& layer, const Chunk& c, int64_t first, const float* results,
+              const float* shared) {
+  FinalizeParams f;
+  f.rows = results;
+  f.shared = shared;
+  f.stride = kColumns;
+  f.position = c.sort.position;
+  f.weights = c.weights;
+  f.tokens = c.tokens;
+  f.top_k = layer.top_k;
+  f.columns = std::min(kColumns, layer.width - first);
+  f.out = static_cast<char*>(c.out) + first * static_cast<int64_t>(size_of(c.dtype));
+  f.out_stride = c.out_stride;
+  f.out_dtype = c.dtype;
+  HELICORE_DISPATCH_ISA(finalize_kernel(f));
 }
 
 // Region 2: one task per group of output columns: all experts' second products, then the sum over
 // slots.
 void run_second(const Layer& layer, const Chunk& c) {
-  constexpr int64_t kColumns = kGroup * nn::kPackBlock;
-  const int64_t element = static_cast<int64_t>(size_of(c.dtype));
   const int64_t rows = c.tokens * layer.top_k;
   const bool has_shared = layer.shared_intermediate > 0;
   ThreadPool& pool = default_pool();
@@ -167,33 +202,18 @@ void run_second(const Layer& layer, const Chunk& c) {
   pool.parallel_for_worker(ceil_div(layer.width, kColumns), [&](int64_t task, int worker) {
     auto* results = static_cast<float*>(pool.scratch(worker, bytes));
     float* shared = has_shared ? results + rows * kColumns : nullptr;
-    const int64_t first = task * kColumns;
-    const int64_t columns = std::min(kColumns, layer.width - first);
+    const int64_t columns = std::min(kColumns, layer.width - task * kColumns);
     for (int32_t i = 0; i < c.sort.num_active; ++i) {
       const int32_t expert = c.sort.active[i];
-      const int64_t begin = c.sort.offsets[expert];
-      second_product(of_expert(layer.w2, layer.w2_stride, expert),
-                     c.hidden + begin * layer.intermediate * element, c.dtype,
-                     c.sort.offsets[expert + 1] - begin, first / nn::kPackBlock, columns,
-                     results + begin * kColumns, kColumns);
+      second_product(layer.w2.of(expert), c, c.hidden,
+                     {c.sort.offsets[expert], c.sort.offsets[expert + 1], task * kGroup}, columns,
+                     results);
     }
     if (has_shared) {
-      second_product(layer.shared_w2, c.shared_hidden, c.dtype, c.tokens, first / nn::kPackBlock,
-                     columns, shared, kColumns);
+      second_product(layer.shared_w2, c, c.shared_hidden, {0, c.tokens, task * kGroup}, columns,
+                     shared);
     }
-    FinalizeParams f;
-    f.rows = results;
-    f.shared = shared;
-    f.stride = kColumns;
-    f.position = c.sort.position;
-    f.weights = c.weights;
-    f.tokens = c.tokens;
-    f.top_k = layer.top_k;
-    f.columns = columns;
-    f.out = static_cast<char*>(c.out) + first * element;
-    f.out_stride = c.out_stride;
-    f.out_dtype = c.dtype;
-    HELICORE_DISPATCH_ISA(finalize_kernel(f));
+    finalize(layer, c, task * kColumns, results, shared);
   });
 }
 
