@@ -1,0 +1,130 @@
+// Layout descriptions, statistics and reasons of helicore._core.kv.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "helicore/kv/kv_cache_manager.h"
+#include "kv_casters.h"
+#include "kv_values.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace helicore::bindings {
+namespace {
+
+using namespace helicore::kv;
+
+void bind_descs(nb::module_& m) {
+  nb::class_<BufferId> buffer(m, "BufferId", "A layer's buffer.");
+  buffer.def(nb::init<int32_t, std::string>(), "layer_id"_a, "role"_a)
+      .def_ro("layer_id", &BufferId::layer_id)
+      .def_ro("role", &BufferId::role)
+      .def("__len__", [](const BufferId&) { return 2; })
+      .def("__getitem__", [](const BufferId& self, int i) -> nb::object {
+        if (i == 0 || i == -2) return nb::cast(self.layer_id);
+        if (i == 1 || i == -1) return nb::cast(self.role);
+        throw nb::index_error("BufferId index out of range");
+      });
+  add_value_semantics(buffer, "BufferId", {"layer_id", "role"});
+
+  nb::class_<CoalescedBuffer> coalesced(
+      m, "CoalescedBuffer", "Equal-size buffers that lie back to back in a slot, in this order.");
+  coalesced.def_ro("single_buffer_size", &CoalescedBuffer::single_buffer_size)
+      .def_ro("buffer_ids", &CoalescedBuffer::buffer_ids);
+  add_value_semantics(coalesced, "CoalescedBuffer", {"single_buffer_size", "buffer_ids"});
+
+  nb::class_<SlotDescVariant> variant(m, "SlotDescVariant",
+                                      "How one layer group reads a slot: one entry per pool.");
+  variant
+      .def_prop_ro("layer_group_id", [](const SlotDescVariant& v) { return v.life_cycle.value(); })
+      .def_ro("coalesced_buffers", &SlotDescVariant::coalesced_buffers);
+  add_value_semantics(variant, "SlotDescVariant", {"layer_group_id", "coalesced_buffers"});
+
+  nb::class_<PoolDesc>(m, "PoolDesc", "One pool: equal pieces of `slot_bytes` from `base_address`.")
+      .def_prop_ro("pool_index", [](const PoolDesc& d) { return d.pool_index.value(); })
+      .def_ro("base_address", &PoolDesc::base_address)
+      .def_ro("slot_bytes", &PoolDesc::slot_bytes);
+  nb::class_<PoolGroupDesc>(m, "PoolGroupDesc", "Pools that share slot ids.")
+      .def_prop_ro("pool_group_index", [](const PoolGroupDesc& d) { return d.pool_group.value(); })
+      .def_ro("domain", &PoolGroupDesc::domain)
+      .def_ro("num_slots", &PoolGroupDesc::num_slots)
+      .def_ro("pools", &PoolGroupDesc::pools)
+      .def_ro("variants", &PoolGroupDesc::variants);
+
+  nb::class_<PageIndexConverter> converter(
+      m, "PageIndexConverter", "Turns base page indices into the page indices of one buffer.");
+  converter.def(nb::init<int32_t, int32_t, int32_t>(), "scale"_a, "expansion"_a, "layer_offset"_a)
+      .def_ro("scale", &PageIndexConverter::scale)
+      .def_ro("expansion", &PageIndexConverter::expansion)
+      .def_ro("layer_offset", &PageIndexConverter::layer_offset)
+      .def(
+          "__call__",
+          [](const PageIndexConverter& self, const Int32Arg& base, PageIndexMode mode) {
+            const auto indices = base.get("kv.PageIndexConverter", "base_indices");
+            std::vector<int32_t> out(indices.size() * static_cast<size_t>(self.expansion));
+            self.convert(indices, out, mode);
+            return out;
+          },
+          "base_indices"_a, "index_mode"_a = PageIndexMode::kShared);
+  add_value_semantics(converter, "PageIndexConverter", {"scale", "expansion", "layer_offset"});
+}
+
+void bind_statistics(nb::module_& m) {
+  nb::class_<NoRoom> reason(m, "NoRoom", "Why a resize or a resume returned False.");
+  reason.def_ro("domain", &NoRoom::domain)
+      .def_prop_ro("pool_group", [](const NoRoom& r) { return r.pool_group.value(); })
+      .def_ro("level", &NoRoom::level)
+      .def_ro("needed", &NoRoom::needed, "Slots that the call needed.")
+      .def_ro("free", &NoRoom::free)
+      .def_ro("evictable", &NoRoom::evictable)
+      .def_ro("over_utilisation", &NoRoom::over_utilisation,
+              "Refused by max_util_for_resume, not by the count.")
+      .def("__str__", &describe);
+  add_value_semantics(
+      reason, "NoRoom",
+      {"domain", "pool_group", "level", "needed", "free", "evictable", "over_utilisation"});
+
+  nb::class_<PoolGroupStatistics> group(m, "PoolGroupStatistics", "Slots of a pool group, now.");
+  group.def_prop_ro("pool_group", [](const PoolGroupStatistics& s) { return s.pool_group.value(); })
+      .def_ro("domain", &PoolGroupStatistics::domain)
+      .def_ro("slot_sizes", &PoolGroupStatistics::slot_sizes)
+      .def_ro("total", &PoolGroupStatistics::total)
+      .def_ro("free", &PoolGroupStatistics::free)
+      .def_ro("evictable", &PoolGroupStatistics::evictable)
+      .def_prop_ro("available", &PoolGroupStatistics::available)
+      .def_prop_ro("unavailable", &PoolGroupStatistics::unavailable);
+  add_value_semantics(group, "PoolGroupStatistics",
+                      {"pool_group", "domain", "slot_sizes", "total", "free", "evictable"});
+
+  nb::class_<KVCacheStats> stats(m, "KVCacheStats", "Counters since the manager was made.");
+  stats.def_ro("num_lookups", &KVCacheStats::num_lookups)
+      .def_ro("lookup_tokens", &KVCacheStats::lookup_tokens)
+      .def_ro("hit_tokens", &KVCacheStats::hit_tokens)
+      .def_ro("full_reused_blocks", &KVCacheStats::full_reused_blocks)
+      .def_ro("partial_reused_blocks", &KVCacheStats::partial_reused_blocks)
+      .def_ro("missed_blocks", &KVCacheStats::missed_blocks)
+      .def_ro("allocated_blocks", &KVCacheStats::allocated_blocks)
+      .def_ro("committed_blocks", &KVCacheStats::committed_blocks)
+      .def_ro("rebased_blocks", &KVCacheStats::rebased_blocks)
+      .def_ro("evicted_blocks", &KVCacheStats::evicted_blocks)
+      .def_ro("failed_resizes", &KVCacheStats::failed_resizes)
+      .def_ro("failed_resumes", &KVCacheStats::failed_resumes)
+      .def_ro("num_suspends", &KVCacheStats::num_suspends)
+      .def_ro("num_resumes", &KVCacheStats::num_resumes);
+  add_value_semantics(
+      stats, "KVCacheStats",
+      {"num_lookups", "lookup_tokens", "hit_tokens", "full_reused_blocks", "partial_reused_blocks",
+       "missed_blocks", "allocated_blocks", "committed_blocks", "rebased_blocks", "evicted_blocks",
+       "failed_resizes", "failed_resumes", "num_suspends", "num_resumes"});
+}
+
+}  // namespace
+
+void bind_kv_layout(nb::module_& m) {
+  bind_descs(m);
+  bind_statistics(m);
+}
+
+}  // namespace helicore::bindings
