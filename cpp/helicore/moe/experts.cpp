@@ -9,6 +9,7 @@
 #include "helicore/moe/workspace.h"
 #include "helicore/nn/checks.h"
 #include "helicore/nn/linear.h"
+#include "helicore/nn/parallel.h"
 
 namespace helicore::moe {
 namespace {
@@ -132,6 +133,13 @@ void first_product(const Chunk& c, const nn::PackedWeight& weight, const int32_t
   nn::linear_blocks(p, part.block, std::min(part.block + kGroup, blocks));
 }
 
+// Rough time of all second products on one thread.
+double products_ns(const Layer& layer, const Chunk& c) {
+  const int64_t rows = c.tokens * layer.top_k / c.sort.num_active;
+  return c.sort.num_active * nn::product_ns(rows, layer.width, layer.intermediate) +
+         nn::product_ns(c.tokens, layer.width, layer.shared_intermediate);
+}
+
 // Region 1: tasks are (active expert, group of blocks) and, for the shared expert, (rows, group of
 // blocks).
 void run_first(const Layer& layer, const Chunk& c) {
@@ -139,7 +147,8 @@ void run_first(const Layer& layer, const Chunk& c) {
   const int64_t shared_groups = ceil_div(layer.shared_intermediate, kColumns);
   const int64_t shared_rows = ceil_div(c.tokens, kRowsPerTask);
   const int64_t shared_tasks = shared_groups * shared_rows;
-  default_pool().parallel_for(shared_tasks + groups * c.sort.num_active, [&](int64_t task) {
+  const int64_t num_tasks = shared_tasks + groups * c.sort.num_active;
+  nn::parallel_tasks(num_tasks, 2.0 * products_ns(layer, c), [&](int64_t task, int /*worker*/) {
     if (task < shared_tasks) {
       const int64_t begin = task % shared_rows * kRowsPerTask;
       return first_product(
@@ -199,7 +208,8 @@ void run_second(const Layer& layer, const Chunk& c) {
   ThreadPool& pool = default_pool();
   const auto bytes =
       static_cast<size_t>((rows + (has_shared ? c.tokens : 0)) * kColumns) * sizeof(float);
-  pool.parallel_for_worker(ceil_div(layer.width, kColumns), [&](int64_t task, int worker) {
+  const int64_t num_tasks = ceil_div(layer.width, kColumns);
+  nn::parallel_tasks(num_tasks, products_ns(layer, c), [&](int64_t task, int worker) {
     auto* results = static_cast<float*>(pool.scratch(worker, bytes));
     float* shared = has_shared ? results + rows * kColumns : nullptr;
     const int64_t columns = std::min(kColumns, layer.width - task * kColumns);

@@ -7,6 +7,7 @@
 #include "helicore/moe/cpu/router_kernels.h"
 #include "helicore/moe/workspace.h"
 #include "helicore/nn/checks.h"
+#include "helicore/nn/parallel.h"
 
 namespace helicore::moe {
 
@@ -46,7 +47,7 @@ void check_selection(const TensorView* bias, const RouterConfig& config, int64_t
 void compute_logits(const LogitsParams& p, int64_t rows) {
   ThreadPool& pool = default_pool();
   const double row_ns = 0.03 * static_cast<double>(p.num_experts * p.width);
-  if (rows > 2 * pool.num_threads() || row_ns * static_cast<double>(rows) < 4e3) {
+  if (rows > 2 * pool.num_threads() || row_ns * static_cast<double>(rows) < nn::kSerialNs) {
     return nn::for_row_chunks(rows, row_ns, [&](int64_t begin, int64_t end) {
       HELICORE_DISPATCH_ISA(router_logits_kernel(p, begin, end, 0, p.num_experts));
     });

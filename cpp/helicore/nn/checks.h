@@ -5,7 +5,6 @@
 
 #include "helicore/core/error.h"
 #include "helicore/core/tensor_view.h"
-#include "helicore/core/thread_pool.h"
 
 namespace helicore::nn {
 
@@ -27,23 +26,6 @@ inline void check_plain(const TensorView& t, DType dtype, const char* where, con
   check_cpu(t, where, name);
   check_dtype(t, dtype, where, name);
   check_contiguous(t, where, name);
-}
-
-// Runs fn(begin, end) over [0, rows) in chunks, in parallel when rows * cost_ns is worth a region.
-template <typename Fn>
-void for_row_chunks(int64_t rows, double cost_ns, Fn&& fn) {
-  ThreadPool& pool = default_pool();
-  if (rows == 0) return;
-  if (pool.num_threads() == 1 || rows == 1 || static_cast<double>(rows) * cost_ns < 4e3) {
-    return fn(int64_t{0}, rows);
-  }
-  const auto at_least = static_cast<int64_t>(2e3 / cost_ns) + 1;
-  const int64_t share = (rows + 2 * pool.num_threads() - 1) / (2 * pool.num_threads());
-  const int64_t chunk = share > 256 ? 256 : (share < at_least ? at_least : share);
-  pool.parallel_for((rows + chunk - 1) / chunk, [&](int64_t task) {
-    const int64_t begin = task * chunk;
-    fn(begin, begin + chunk < rows ? begin + chunk : rows);
-  });
 }
 
 }  // namespace helicore::nn

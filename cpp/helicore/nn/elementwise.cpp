@@ -6,6 +6,7 @@
 #include "helicore/nn/checks.h"
 #include "helicore/nn/cpu/elementwise_kernels.h"
 #include "helicore/nn/linear.h"
+#include "helicore/nn/parallel.h"
 
 namespace helicore::nn {
 namespace {

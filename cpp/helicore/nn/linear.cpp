@@ -6,12 +6,12 @@
 #include "helicore/core/thread_pool.h"
 #include "helicore/nn/checks.h"
 #include "helicore/nn/cpu/linear_kernels.h"
+#include "helicore/nn/parallel.h"
 
 namespace helicore::nn {
 namespace {
 
 constexpr int64_t kRowsPerTask = 96;
-constexpr double kSerialNs = 3e3;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -19,13 +19,6 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t output_blocks(const LinearParams& p) {
   const bool gated = p.activation == Activation::kSiluMul;
   return ceil_div(gated ? p.weight.out_features / 2 : p.weight.out_features, kPackBlock);
-}
-
-// Rough time of a product on one thread, in nanoseconds: it decides only whether a parallel region
-// (about two microseconds) is worth it.
-double estimated_ns(int64_t rows, int64_t out_features, int64_t in_features) {
-  const double products = static_cast<double>(out_features) * static_cast<double>(in_features);
-  return products * (0.014 + 0.006 * static_cast<double>(rows));
 }
 
 void run_blocks(const LinearParams& p, int64_t begin, int64_t end) {
@@ -62,7 +55,7 @@ void linear(const LinearParams& p) {
   ThreadPool& pool = default_pool();
   const int threads = pool.num_threads();
   if (threads == 1 ||
-      estimated_ns(p.num_rows, p.weight.out_features, p.weight.in_features) < kSerialNs) {
+      product_ns(p.num_rows, p.weight.out_features, p.weight.in_features) < kSerialNs) {
     return run_blocks(p, 0, blocks);
   }
   const int64_t row_tasks = ceil_div(p.num_rows, kRowsPerTask);
@@ -100,7 +93,7 @@ void batched_linear(const BatchedLinearParams& p) {
   if (p.num_rows == 0 || p.num_heads == 0) return;
   ThreadPool& pool = default_pool();
   const int64_t out = p.num_heads * p.weight.out_features;
-  if (pool.num_threads() == 1 || estimated_ns(p.num_rows, out, p.weight.in_features) < kSerialNs) {
+  if (pool.num_threads() == 1 || product_ns(p.num_rows, out, p.weight.in_features) < kSerialNs) {
     for (int64_t h = 0; h < p.num_heads; ++h) batched_linear_head(p, h);
     return;
   }
