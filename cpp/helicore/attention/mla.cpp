@@ -5,6 +5,7 @@
 #include "helicore/attention/checks.h"
 #include "helicore/attention/cpu/kernels.h"
 #include "helicore/nn/linear.h"
+#include "helicore/nn/parallel.h"
 
 namespace helicore::attention {
 namespace {
