@@ -17,8 +17,7 @@ def interleave(
     """Runs every side once a round, in alternating order; a side returns its own figure."""
     figures: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
-        order = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in order:
+        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
             on_run(name)
             gc.collect()
             figures[name].append(sides[name]())

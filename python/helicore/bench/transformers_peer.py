@@ -22,9 +22,10 @@ class TransformersPeer:
     def __init__(self, path: Path, dtype: str) -> None:
         try:
             import torch
-            import transformers
+            import transformers as library
         except ImportError as error:
             raise RuntimeError("--vs transformers needs `pip install transformers`") from error
+        transformers: Any = library
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._torch = torch

@@ -28,7 +28,7 @@ def text_ids(llm: LLM) -> list[int]:
 
 
 def make_prompts(llm: LLM, lengths: Sequence[int], seed: int = _SEED) -> list[list[int]]:
-    """One prompt per length, each from another place of the text; random ids without a tokenizer."""
+    """One prompt per length, from another place of the text each; random without tokenizer."""
     draw = random.Random(seed)
     vocab_size = llm.model_config.vocab_size
     try:

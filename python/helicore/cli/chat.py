@@ -42,6 +42,14 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Talks with a model. Without --message: one line of input is one turn."""
+    sampling = options.Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or None,
+    )
     with options.load_llm(
         model,
         quiet=json,
@@ -51,15 +59,7 @@ def chat(
         max_model_len=max_model_len,
         trust_remote_code=trust_remote_code,
     ) as llm:
-        params = options.sampling_params(
-            llm,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop=stop or None,
-        )
+        params = sampling.over(llm.get_default_sampling_params())
         talk = _Conversation(llm, params, system, chat_template, json)
         if message is not None:
             talk.turn(message)

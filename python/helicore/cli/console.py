@@ -61,7 +61,7 @@ def _cell(value: object) -> str:
 
 def note(text: str) -> None:
     """A line for people, on standard error."""
-    Console(stderr=True, highlight=False).print(text, markup=False)
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -72,13 +72,13 @@ def one_line(error: BaseException) -> str:
 class HelicoreGroup(TyperGroup):
     """The root command: takes --debug anywhere, and turns errors into one line and an exit code."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         ctx.meta["helicore.debug"] = "--debug" in args[:end]
         kept = [arg for arg in args[:end] if arg != "--debug"]
         return super().parse_args(ctx, kept + args[end:])
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):

@@ -37,7 +37,7 @@ def generate(
     min_p: options.MinP = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    n: Annotated[int, typer.Option("--num-sequences", help="Continuations per prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", "--num-sequences", help="Continuations per prompt.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="Report this many best tokens (with --json).")
     ] = None,
@@ -59,6 +59,18 @@ def generate(
 
     `helicore generate --model tiny --prompt "def f(" --max-tokens 32 --temperature 0 --json`
     """
+    sampling = options.Sampling(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+        logprobs=logprobs,
+        ignore_eos=ignore_eos or None,
+    )
     prompts = read_prompts(prompt, prompt_file, token_ids)
     with options.load_llm(
         model,
@@ -72,21 +84,8 @@ def generate(
         no_prefix_caching=no_prefix_caching,
         deterministic=deterministic,
         trust_remote_code=trust_remote_code,
-        skip_tokenizer_init=False,
     ) as llm:
-        params = options.sampling_params(
-            llm,
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or None,
-            logprobs=logprobs,
-            ignore_eos=ignore_eos or None,
-        )
+        params = sampling.over(llm.get_default_sampling_params())
         if len(prompts) == 1 and n == 1 and not json:
             _stream(llm, prompts[0], params)
             return

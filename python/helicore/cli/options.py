@@ -75,13 +75,21 @@ Stop: TypeAlias = Annotated[
 ]
 
 
-def sampling_params(llm: LLM, **given: Any) -> SamplingParams:
-    """The model's defaults with the given options in their place; None means not given."""
-    from dataclasses import replace
+class Sampling:
+    """The sampling options of a command, checked before a model is loaded. None: not given."""
 
-    chosen = {name: value for name, value in given.items() if value is not None}
-    chosen.setdefault("max_tokens", 128)
-    return replace(llm.get_default_sampling_params(), **chosen)
+    def __init__(self, **given: Any) -> None:
+        from helicore.sampling_params import SamplingParams
+
+        self._given = {name: value for name, value in given.items() if value is not None}
+        self._given.setdefault("max_tokens", 128)
+        SamplingParams(**self._given)
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """`defaults` with the given options in their place."""
+        from dataclasses import replace
+
+        return replace(defaults, **self._given)
 
 
 def load_llm(

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
+from api.fake_engine import FakeEngine
 from helicore.llm import LLM
 from helicore.sampling_params import SamplingParams
 from helicore.tokenizer import Tokenizer
 
 MakeLLM = Callable[..., LLM]
-
-
-def _load_fake_engine() -> Any:
-    path = Path(__file__).with_name("fake_engine.py")
-    spec = importlib.util.spec_from_file_location("api_fake_engine", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.FakeEngine
-
-
-FakeEngine = _load_fake_engine()
 
 
 @pytest.fixture
