@@ -1,0 +1,64 @@
+"""Instruction sets to run on, and numeric comparison with one table of tolerances."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from helicore import _core
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|got - want| <= abs + rel * |want| everywhere, and 1 - cosine <= cosine over the tensor."""
+
+    abs: float
+    rel: float
+    cosine: float
+
+
+# Kernel error only: the reference works on the values that the kernel read. Statistics are in base 2.
+# bfloat16 products round each probability by up to 2^-9, so an output is off by up to 2^-9 sum(p |v|);
+# the values of the tests are normal with deviation 1. Expanded forms round keys and values as well.
+TOLERANCES = {
+    "output_float32": Tolerance(2e-5, 2e-5, 1e-9),
+    "output_bfloat16": Tolerance(2.5e-3, 2.0**-6, 1e-5),
+    "expanded_bfloat16": Tolerance(4e-3, 2.0**-6, 5e-5),
+    "stats_float32": Tolerance(2e-5, 2e-5, 1e-9),
+    "stats_bfloat16": Tolerance(1e-3, 1e-3, 1e-6),
+    "expanded_stats_bfloat16": Tolerance(2e-2, 2e-2, 1e-4),
+}
+
+
+def assert_close(got: Tensor, want: Tensor, kind: str) -> None:
+    tolerance = TOLERANCES[kind]
+    got, want = got.double(), want.double()
+    assert got.shape == want.shape
+    assert torch.equal(got.isnan(), want.isnan()), "NaN positions differ"
+    infinite = want.isinf()
+    assert torch.equal(got[infinite], want[infinite]), "infinite values differ"
+    got, want = got[~infinite], want[~infinite]
+    excess = (got - want).abs() - tolerance.abs - tolerance.rel * want.abs()
+    if excess.numel() and float(excess.max()) > 0.0:
+        worst = int(excess.argmax())
+        raise AssertionError(
+            f"{kind}: worst at {worst}: got {float(got[worst]):.7g}, want {float(want[worst]):.7g}"
+        )
+    norm = float(got.norm() * want.norm())
+    if norm > 0.0:
+        assert 1.0 - float((got * want).sum()) / norm <= tolerance.cosine, f"{kind}: cosine"
+
+
+def available_isas() -> list[str]:
+    names = ["generic", "avx2", "avx512", "avx512bf16"]
+    return names[: names.index(_core.core.detected_isa()) + 1]
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _core.core.active_isa()
+    _core.core.set_isa(request.param)
+    yield request.param
+    _core.core.set_isa(before)
