@@ -12,6 +12,7 @@ from helicore import ops
 from helicore.models.base import CausalLM, ForwardBatch
 from helicore.models.config import ModelConfig
 from helicore.models.mla import AttentionStep, LatentAttention
+from helicore.models.module import WeightModule
 from helicore.models.moe import GatedMlp, MixtureOfExperts
 from helicore.models.rope import rope_of
 from helicore.models.weights import Checkpoint, WeightReader
@@ -20,7 +21,7 @@ Progress = Callable[[int, int], None]
 """Called with (parts loaded, all parts)."""
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(WeightModule):
     """Attention and a feed-forward block, each after a norm and around a residual."""
 
     input_norm: Tensor
@@ -40,6 +41,7 @@ class DecoderLayer(nn.Module):
             self.mlp = MixtureOfExperts(config, w.at("mlp"))
         else:
             self.mlp = GatedMlp(hidden, config.intermediate_size, w.at("mlp"))
+        self.publish()
 
     def forward(
         self, delta: Tensor, residual: Tensor, step: AttentionStep, cache: Tensor
@@ -53,7 +55,7 @@ class DecoderLayer(nn.Module):
         return out
 
 
-class DeepseekModel(CausalLM):
+class DeepseekModel(WeightModule, CausalLM):
     """A DeepSeek-architecture language model, built from a checkpoint."""
 
     embedding: Tensor
@@ -83,6 +85,7 @@ class DeepseekModel(CausalLM):
             at = w.at(f"model.layers.{i}")
             self.layers.append(DecoderLayer(config, i, at, rope.softmax_scale))
             report(i + 2, parts)
+        self.publish()
         checkpoint.finish(lambda name: self.ignores(config, name))
 
     def _load_ends(self, w: WeightReader) -> None:

@@ -8,11 +8,12 @@ expanded); longer chunks use the expanded form. Both read the same rows.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from helicore import ops
 from helicore.models.base import ForwardBatch
 from helicore.models.config import ModelConfig
+from helicore.models.module import WeightModule
 from helicore.models.weights import WeightReader
 
 
@@ -63,7 +64,7 @@ def _part(batch: ForwardBatch, first: int, last: int, begin: int, end: int) -> A
     )
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(WeightModule):
     """One attention layer. The first product makes all that depends on the hidden state alone:
     rows [q_a | kv_a] with a query bottleneck, [q | kv_a] without."""
 
@@ -95,6 +96,7 @@ class LatentAttention(nn.Module):
         o_proj = w.take("o_proj.weight", self.hidden, self.num_heads * self.v)
         self.register_buffer("o_proj", ops.pack_linear(o_proj))
         self.register_buffer("o_bias", w.own_if(c.attention_bias, "o_proj.bias", self.hidden))
+        self.publish()
 
     def _load_queries(self, c: ModelConfig, w: WeightReader) -> None:
         first = "q_a_proj" if c.q_lora_rank else "q_proj"
@@ -141,7 +143,7 @@ class LatentAttention(nn.Module):
         )
         if self.q_b is not None and self.q_norm is not None:
             q = ops.linear(ops.rms_norm(q, self.q_norm, self.norm_eps), self.q_b, self.q_width)
-        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        q = q.view(q.shape[0], self.num_heads, self.head_dim)
         o = self._attend(q, step, cache)
         return ops.linear(o, self.o_proj, self.hidden, self.o_bias)
 

@@ -1,10 +1,11 @@
 """Feed-forward blocks: the gated MLP and the mixture of experts with a shared expert."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from helicore import ops
 from helicore.models.config import ModelConfig, MoeConfig
+from helicore.models.module import WeightModule
 from helicore.models.weights import WeightReader
 
 
@@ -13,7 +14,7 @@ def _gate_up(w: WeightReader, size: int, hidden: int) -> Tensor:
     return torch.cat([w.take(f"{n}_proj.weight", size, hidden) for n in ("gate", "up")])
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(WeightModule):
     """down(silu(gate h) * up h)."""
 
     gate_up: Tensor
@@ -24,13 +25,14 @@ class GatedMlp(nn.Module):
         self.hidden, self.size = hidden, size
         self.register_buffer("gate_up", ops.pack_linear(_gate_up(w, size, hidden), groups=2))
         self.register_buffer("down", ops.pack_linear(w.take("down_proj.weight", hidden, size)))
+        self.publish()
 
     def forward(self, h: Tensor) -> Tensor:
         """h [T, hidden] -> [T, hidden]."""
         return ops.mlp(h, self.gate_up, self.down, self.size, self.hidden)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(WeightModule):
     """Routed experts, weighted, plus the shared expert, which is not. The router is fp32."""
 
     gate: Tensor
@@ -50,11 +52,11 @@ class MixtureOfExperts(nn.Module):
         if m.topk_method == "noaux_tc":
             bias = w.own("gate.e_score_correction_bias", m.num_experts, dtype=fp32)
         self.register_buffer("gate_bias", bias)
-        experts = w.at("experts")
-        self._load_experts(experts)
-        self.shared: GatedMlp | None = None
-        if m.shared_size:
-            self.shared = GatedMlp(hidden, m.shared_size, w.at("shared_experts"))
+        self._load_experts(w.at("experts"))
+        shared = GatedMlp(hidden, m.shared_size, w.at("shared_experts")) if m.shared_size else None
+        self.shared: GatedMlp | None
+        self.register_module("shared", shared)
+        self.publish()
 
     def _load_experts(self, w: WeightReader) -> None:
         """Packs expert by expert, so that only one is held unpacked."""
