@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +13,25 @@ import torch
 from helicore.executor.lanes import Ints, Lanes
 from helicore.executor.scheduler import Chunk, Step
 from helicore.models.base import ForwardBatch
+from helicore.models.config import ModelConfig
+from helicore.ops import absorbed_is_cheaper
+
+AbsorbedRule: TypeAlias = Callable[[int, int], bool]
+"""(query tokens, cached tokens with them) -> the absorbed kernel is the one to run."""
+
+
+def absorbed_rule(model: ModelConfig, *, deterministic: bool) -> AbsorbedRule:
+    """The cheaper kernel for each chunk; always the absorbed one where results must not depend
+    on how a prompt was cut, for the two kernels round differently."""
+    if deterministic:
+        return lambda num_q, kv_len: True
+    return partial(
+        absorbed_is_cheaper,
+        kv_lora_rank=model.kv_lora_rank,
+        nope_dim=model.qk_nope_head_dim,
+        rope_dim=model.qk_rope_head_dim,
+        v_dim=model.v_head_dim,
+    )
 
 
 @dataclass(slots=True)
@@ -37,15 +59,14 @@ class BatchBuilder:
         block_table: np.ndarray[tuple[int, int], np.dtype[np.int32]],
         page_size: int,
         max_tokens: int,
-        absorbed_limit: int,
+        is_absorbed: AbsorbedRule,
     ) -> None:
-        """absorbed_limit: chunks of at most so many tokens run the absorbed kernel."""
         num_lanes = len(lanes.sequences)
         self._lanes = lanes
         self._table = block_table
         self._table_tensor = torch.from_numpy(block_table)
         self._page_size = page_size
-        self._absorbed_limit = absorbed_limit
+        self._is_absorbed = is_absorbed
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
         self._slots = np.zeros(max_tokens, np.int64)
@@ -60,8 +81,8 @@ class BatchBuilder:
     def build(self, step: Step) -> StepInputs:
         decode = step.decode
         num_decode = len(decode)
-        chunks = sorted(step.chunks, key=lambda chunk: chunk.length > self._absorbed_limit)
-        num_absorbed = num_decode + sum(c.length <= self._absorbed_limit for c in chunks)
+        chunks, num_absorbed = self._order(step.chunks) if step.chunks else ([], 0)
+        num_absorbed += num_decode
         self._put_decodes(decode)
         self._put_chunks(chunks, num_decode)
         sampled, prompt_chunks, num_rows = self._put_rows(decode, chunks)
@@ -72,6 +93,15 @@ class BatchBuilder:
             np.take(self._table, lanes, axis=0, out=self._batch_table[:num_requests], mode="clip")
         shape = (int(self._cu_q[num_requests]), num_requests, num_absorbed, num_rows, is_dense)
         return StepInputs(self._views(shape), sampled, prompt_chunks)
+
+    def _order(self, chunks: list[Chunk]) -> tuple[list[Chunk], int]:
+        """Chunks for the absorbed kernel first, and how many those are."""
+        absorbed: list[Chunk] = []
+        expanded: list[Chunk] = []
+        for chunk in chunks:
+            is_absorbed = self._is_absorbed(chunk.length, chunk.start + chunk.length)
+            (absorbed if is_absorbed else expanded).append(chunk)
+        return absorbed + expanded, len(absorbed)
 
     def _put_decodes(self, decode: Ints) -> None:
         n = len(decode)

@@ -1,22 +1,21 @@
 """The engine: requests in, updates out, one step at a time.
 
-    add_request -> [waiting] -> step(): schedule, run, post-process -> SequenceUpdate
+add_request -> [waiting] -> step(): schedule, run, post-process -> SequenceUpdate
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from helicore import _core
+from helicore import ops
 from helicore.config import EngineConfig, FieldError
 from helicore.executor.admission import ModelLimits, make_request
-from helicore.executor.batch import BatchBuilder, StepInputs
+from helicore.executor.batch import BatchBuilder, StepInputs, absorbed_rule
 from helicore.executor.counters import EngineCounters, Stopwatch
 from helicore.executor.detokenizer import Detokenizer
 from helicore.executor.kv_pool import KVPool
@@ -30,6 +29,7 @@ from helicore.executor.sequence import Phase, Request
 from helicore.executor.sequence import Sequence as Output
 from helicore.executor.updates import SequenceUpdate
 from helicore.kv import ReuseScope
+from helicore.model_path import resolve_model
 from helicore.models.base import CausalLM
 from helicore.models.loader import load_model
 from helicore.sampling_params import SamplingParams
@@ -77,10 +77,10 @@ class Engine:
             self._pool.block_table,
             self._pool.page_size,
             config.scheduler.max_num_batched_tokens,
-            1,
+            absorbed_rule(self.model.config, deterministic=config.deterministic),
         )
         self._runner = Runner(self.model, self._pool.caches)
-        self._sampler = Sampler(self._lanes, self.limits.vocab_size)
+        self._sampler = Sampler(self._lanes)
         self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
         self._watch = Stopwatch(self.counters.times)
         self._requests: dict[str, Request] = {}
@@ -241,26 +241,11 @@ def _derived_seed(base: int, index: int) -> int:
 
 
 def load(config: EngineConfig) -> CausalLM:
-    """The model that `config` names: a checkpoint folder or a model bundled with the package."""
+    """The model that `config` names."""
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return load_model(find_model(config.model), dtype=dtype, device="cpu")
-
-
-def find_model(model: str | Path) -> Path:
-    """The folder of a model; FileNotFoundError says how to get one that is not here."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    bundled = Path(__file__).parents[1] / "assets" / str(model)
-    if "/" not in str(model) and (bundled / "config.json").exists():
-        return bundled
-    hint = ""
-    if str(model).count("/") == 1:
-        hint = f"; to download it: hf download {model} --local-dir {str(model).split('/')[1]}"
-    raise FileNotFoundError(f"model {str(model)!r} is neither a folder nor a bundled model{hint}")
+    return load_model(resolve_model(config.model), dtype=dtype, device="cpu")
 
 
 def _set_threads(num_threads: int | None) -> None:
     if num_threads is not None:
-        _core.core.set_num_threads(num_threads)
-        torch.set_num_threads(num_threads)
+        ops.set_num_threads(num_threads)

@@ -9,8 +9,8 @@ import numpy as np
 
 from helicore.executor.counters import EngineCounters
 from helicore.executor.lanes import Ints, Lanes
-from helicore.executor.scheduler import Scheduler
 from helicore.executor.sampler import Sampled
+from helicore.executor.scheduler import Scheduler
 from helicore.executor.sequence import Phase, Sequence
 from helicore.executor.updates import FinishReason, SequenceUpdate, TokenLogprobs
 
@@ -55,6 +55,9 @@ class PostProcessor:
         for sequence, entries in result.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs += entries
+        if tokens.min(initial=0) < 0:
+            sampled, result, refused = self._refuse_bad(sampled, result)
+            return refused + self.run(sampled, result)
         lanes.append(sampled, tokens)
         self._counters.generation_tokens += len(sampled)
         owners = lanes.sequences
@@ -74,6 +77,21 @@ class PostProcessor:
             except Exception as error:  # a caller's detokenizer may raise anything
                 updates[position] = self.abort(sequence, f"{type(error).__name__}: {error}")
         return updates
+
+    def _refuse_bad(
+        self, sampled: Ints, result: Sampled
+    ) -> tuple[Ints, Sampled, list[SequenceUpdate]]:
+        """Aborts the sequences whose logits allowed no token, and leaves the others."""
+        error = "the logits hold a NaN, or no token is allowed"
+        bad = np.flatnonzero(result.tokens < 0)
+        refused = [
+            self.abort(self._lanes.sequence(int(sampled[position])), error) for position in bad
+        ]
+        kept = np.flatnonzero(result.tokens >= 0).tolist()
+        logprobs = {
+            new: result.logprobs[old] for new, old in enumerate(kept) if old in result.logprobs
+        }
+        return sampled[kept], Sampled(result.tokens[kept], logprobs), refused
 
     def take_finished(self) -> list[str]:
         """Ids of requests whose last sequence ended since the last call."""
@@ -124,7 +142,11 @@ class PostProcessor:
         assert detokenizer is not None
         tokens = update.new_token_ids
         params = sequence.request.params
-        if event is not None and event.stop_id is not None and not params.include_stop_str_in_output:
+        if (
+            event is not None
+            and event.stop_id is not None
+            and not params.include_stop_str_in_output
+        ):
             tokens = tokens[:-1]
         stop = detokenizer.append(tokens, event is not None)
         if stop is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from helicore import ops
 from helicore.executor.batch import StepInputs
 from helicore.executor.lanes import Ints, Lanes
-from helicore.executor.sampling_rows import has_penalties
 from helicore.executor.scheduler import Chunk
-from helicore.executor.sequence import Sequence
+from helicore.executor.sequence import Request, Sequence
 from helicore.executor.updates import TokenLogprobs
 
-Floats = NDArray[np.float32]
+BAD_TOKEN = -1
+"""Chosen where a row of logits has a NaN or nothing but -inf."""
 
 
 @dataclass(slots=True)
@@ -24,128 +26,161 @@ class Sampled:
     """What one step chose."""
 
     tokens: NDArray[np.int32]
-    """One per sampled lane."""
+    """One per sampled lane, or BAD_TOKEN."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in `tokens`, where wanted."""
-    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs | None]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)
     """New entries of sequences whose prompt's log-probabilities are wanted."""
 
 
+@dataclass(slots=True)
+class _Gathered:
+    """Parameters of the sampled lanes, in the order of the rows of logits."""
+
+    lanes: Ints
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    is_edited: bool
+    logprob_positions: Ints
+
+
 class Sampler:
-    """Stateless between steps: all it knows is in the lanes, so preemption needs no care here.
+    """All it knows of a sequence is in its lane, so preemption needs no care here.
 
     Order of effects: log-probabilities are of the logits as the model made them; then logit_bias,
-    the mask of stop ids before min_tokens, penalties; then temperature, top-k, top-p and min-p.
-    The draw depends on the sequence's seed and the token's position alone.
+    the mask of stop ids before min_tokens, penalties; then temperature, min-p, top-k and top-p.
+    A draw depends on the sequence's seed and the token's position alone.
     """
 
-    def __init__(self, lanes: Lanes, vocab_size: int) -> None:
+    def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._vocab_size = vocab_size
+        self._gathered: _Gathered | None = None
 
     def sample(self, inputs: StepInputs, logits: Tensor) -> Sampled:
         """logits fp32 [rows, vocab]: sampled lanes first, then rows of prompts; may be changed."""
-        lanes, rows = inputs.sampled, self._lanes.sampling
-        num_sampled = len(lanes)
-        head = logits[:num_sampled]
-        wanted = np.flatnonzero(rows.num_logprobs[lanes] >= 0)
-        table = torch.log_softmax(head[torch.from_numpy(wanted)], -1) if len(wanted) else None
-        edited = rows.is_edited[lanes]
-        if edited.any():
-            values = head.numpy()
-            for position in np.flatnonzero(edited).tolist():
-                self._edit(values[position], int(lanes[position]))
-        result = Sampled(self._choose(head, lanes))
-        if table is not None:
-            for row, position in enumerate(wanted.tolist()):
-                count = int(rows.num_logprobs[lanes[position]])
-                token = int(result.tokens[position])
-                result.logprobs[position] = describe_row(table[row], token, count)
+        lanes = inputs.sampled
+        rows = self._gather(lanes)
+        head = logits[: len(lanes)]
+        wanted = rows.logprob_positions
+        raw = head
+        if rows.is_edited:
+            raw = head.clone() if len(wanted) else head
+            self._edit(head, lanes)
+        position = torch.from_numpy(self._lanes.num_tokens[lanes])
+        tokens, _ = ops.sample(
+            head, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, position
+        )
+        result = Sampled(tokens.numpy())
+        if len(wanted):
+            counts = self._lanes.sampling.num_logprobs[lanes[wanted]]
+            at = torch.from_numpy(wanted)
+            described = describe(raw[at], tokens[at], counts)
+            result.logprobs = dict(zip(wanted.tolist(), described, strict=True))
         if inputs.prompt_chunks:
-            result.prompt_logprobs = self._prompt_entries(inputs.prompt_chunks, logits[num_sampled:])
+            result.prompt_logprobs = _prompt_entries(inputs.prompt_chunks, logits[len(lanes) :])
         return result
 
-    # --- choosing ----------------------------------------------------------------------------
-
-    def _choose(self, logits: Tensor, lanes: Ints) -> NDArray[np.int32]:
-        tokens: NDArray[np.int32] = logits.argmax(-1).numpy().astype(np.int32)
+    def _gather(self, lanes: Ints) -> _Gathered:
+        """Kept while the scheduler hands out the same array: then no lane has changed hands."""
+        if self._gathered is not None and self._gathered.lanes is lanes:
+            return self._gathered
         rows = self._lanes.sampling
-        for position in np.flatnonzero(rows.is_random[lanes]).tolist():
-            tokens[position] = self._draw(logits[position], int(lanes[position]))
-        return tokens
-
-    def _draw(self, logits: Tensor, lane: int) -> int:
-        rows = self._lanes.sampling
-        values = logits.numpy().astype(np.float64) / rows.temperature[lane]
-        p = np.exp(values - values.max())
-        order = np.argsort(-p, kind="stable")
-        sorted_p = p[order] / p.sum()
-        keep = np.ones(len(p), np.bool_)
-        if rows.top_k[lane] > 0:
-            keep[rows.top_k[lane] :] = False
-        total = (sorted_p * keep).sum()
-        keep &= (np.cumsum(sorted_p * keep) - sorted_p * keep) / total < rows.top_p[lane]
-        keep &= sorted_p >= rows.min_p[lane] * sorted_p[0]
-        sorted_p = np.where(keep, sorted_p, 0)
-        key = [int(rows.seed[lane]), int(self._lanes.num_tokens[lane])]
-        u = np.random.default_rng(key).random()
-        return int(order[np.searchsorted(np.cumsum(sorted_p) / sorted_p.sum(), u, "right")])
+        self._gathered = _Gathered(
+            lanes=lanes,
+            temperature=torch.from_numpy(rows.temperature[lanes]),
+            top_k=torch.from_numpy(rows.top_k[lanes]),
+            top_p=torch.from_numpy(rows.top_p[lanes]),
+            min_p=torch.from_numpy(rows.min_p[lanes]),
+            seed=torch.from_numpy(rows.seed[lanes]),
+            is_edited=bool(rows.is_edited[lanes].any()),
+            logprob_positions=np.flatnonzero(rows.num_logprobs[lanes] >= 0),
+        )
+        return self._gathered
 
     # --- edits -------------------------------------------------------------------------------
 
-    def _edit(self, row: Floats, lane: int) -> None:
+    def _edit(self, logits: Tensor, lanes: Ints) -> None:
         """logit_bias, the min_tokens mask and penalties, in place."""
-        request = self._lanes.sequence(lane).request
-        params = request.params
-        if params.logit_bias:
-            ids = np.fromiter(params.logit_bias, np.int64)
-            row[ids] += np.fromiter(params.logit_bias.values(), np.float32)
-        if self._lanes.num_tokens[lane] < self._lanes.min_total[lane]:
-            row[list(request.stop_ids)] = -np.inf
-        if has_penalties(params):
-            self._penalise(row, lane)
-
-    def _penalise(self, row: Floats, lane: int) -> None:
-        params = self._lanes.sequence(lane).request.params
-        tokens = self._lanes.tokens[lane, : self._lanes.num_tokens[lane]]
-        if params.repetition_penalty != 1:
-            seen = np.unique(tokens)
-            values = row[seen]
-            factor = np.float32(params.repetition_penalty)
-            row[seen] = np.where(values > 0, values / factor, values * factor)
-        output, counts = np.unique(tokens[self._lanes.prompt_len[lane] :], return_counts=True)
-        row[output] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-        row[output] -= np.float32(params.presence_penalty)
-
-    # --- log-probabilities of prompts --------------------------------------------------------
-
-    def _prompt_entries(
-        self, chunks: list[Chunk], logits: Tensor
-    ) -> list[tuple[Sequence, list[TokenLogprobs | None]]]:
-        """The row of position p tells of the prompt's token p + 1."""
-        result: list[tuple[Sequence, list[TokenLogprobs | None]]] = []
-        begin = 0
-        for chunk in chunks:
-            sequence, prompt = chunk.sequence, chunk.sequence.request.prompt
-            assert sequence.prompt_logprobs is not None
-            count = sequence.request.params.prompt_logprobs
-            top = self._vocab_size if count == -1 else int(count or 0)
-            first = max(len(sequence.prompt_logprobs), chunk.start + 1)
-            last = min(len(prompt), chunk.start + chunk.length + 1)
-            offset = begin - chunk.start - 1
-            table = torch.log_softmax(logits[first + offset : last + offset], -1)
-            entries: list[TokenLogprobs | None] = [
-                describe_row(table[p - first], int(prompt[p]), top) for p in range(first, last)
+        state, numbers = self._lanes, lanes.tolist()
+        requests = [state.sequence(lane).request for lane in numbers]
+        if any(request.params.logit_bias for request in requests):
+            _bias(logits, requests)
+        is_short = state.num_tokens[lanes] < state.min_total[lanes]
+        if is_short.any():
+            masked = [
+                np.array(request.stop_ids if short else (), np.int32)
+                for request, short in zip(requests, is_short.tolist(), strict=True)
             ]
-            result.append((sequence, entries))
-            begin += chunk.length
-        return result
+            ops.mask_tokens(logits, *_csr(masked))
+        penalised = state.sampling.is_penalised[lanes]
+        if penalised.any():
+            self._penalise(logits, lanes, penalised)
+
+    def _penalise(self, logits: Tensor, lanes: Ints, penalised: NDArray[np.bool_]) -> None:
+        state = self._lanes
+        prompts, outputs = [], []
+        for lane, is_penalised in zip(lanes.tolist(), penalised.tolist(), strict=True):
+            middle, end = int(state.prompt_len[lane]), int(state.num_tokens[lane])
+            prompts.append(state.tokens[lane, : middle if is_penalised else 0])
+            outputs.append(state.tokens[lane, middle : end if is_penalised else middle])
+        ops.apply_penalties(
+            logits,
+            *_csr(prompts),
+            *_csr(outputs),
+            torch.from_numpy(state.sampling.repetition[lanes]),
+            torch.from_numpy(state.sampling.presence[lanes]),
+            torch.from_numpy(state.sampling.frequency[lanes]),
+        )
 
 
-def describe_row(logprobs: Tensor, token: int, top: int) -> TokenLogprobs:
-    """logprobs fp32 [vocab]; ties rank by id, as the greedy choice does."""
-    value = logprobs[token]
-    rank = int((logprobs > value).sum()) + int((logprobs[:token] == value).sum()) + 1
-    best = torch.topk(logprobs, top) if top else None
-    ids, values = (best.indices.tolist(), best.values.tolist()) if best else ([], [])
-    return TokenLogprobs(token, float(value), rank, ids, values)
+def _csr(lists: list[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
+    """row_ptr int32 [rows + 1] and the lists end to end."""
+    row_ptr = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(part) for part in lists], out=row_ptr[1:])
+    return torch.from_numpy(row_ptr), torch.from_numpy(np.concatenate(lists))
+
+
+def _bias(logits: Tensor, requests: list[Request]) -> None:
+    biases = [request.params.logit_bias or {} for request in requests]
+    values = np.array([value for bias in biases for value in bias.values()], np.float32)
+    ids = [np.array(list(bias), np.int32) for bias in biases]
+    ops.apply_logit_bias(logits, *_csr(ids), torch.from_numpy(values))
+
+
+# --- log-probabilities -----------------------------------------------------------------------
+
+
+def describe(logits: Tensor, ids: Tensor, counts: Iterable[int]) -> list[TokenLogprobs]:
+    """One entry per row of logits fp32 [n, vocab]: ids int32 [n] and the counts[i] best tokens."""
+    wanted = [int(count) for count in counts]
+    tables = ops.top_logprobs(logits, ids, max(wanted, default=0))
+    logprobs, ranks, best_ids, best = (table.tolist() for table in tables)
+    return [
+        TokenLogprobs(token, logprobs[i], ranks[i], best_ids[i][:count], best[i][:count])
+        for i, (token, count) in enumerate(zip(ids.tolist(), wanted, strict=True))
+    ]
+
+
+def _prompt_entries(
+    chunks: list[Chunk], logits: Tensor
+) -> list[tuple[Sequence, list[TokenLogprobs]]]:
+    """The row of position p tells of the prompt's token p + 1."""
+    result: list[tuple[Sequence, list[TokenLogprobs]]] = []
+    begin = 0
+    for chunk in chunks:
+        sequence, prompt = chunk.sequence, chunk.sequence.request.prompt
+        assert sequence.prompt_logprobs is not None
+        count = sequence.request.params.prompt_logprobs or 0
+        # After preemption the rows of a prompt come again; those known are passed over.
+        first = max(len(sequence.prompt_logprobs), chunk.start + 1)
+        last = max(first, min(len(prompt), chunk.start + chunk.length + 1))
+        offset = begin - chunk.start - 1
+        counts = [logits.shape[1] if count == -1 else count] * (last - first)
+        ids = torch.from_numpy(prompt[first:last].copy())
+        entries = describe(logits[first + offset : last + offset], ids, counts)
+        result.append((sequence, entries))
+        begin += chunk.length
+    return result

@@ -19,8 +19,7 @@ class SamplingRows:
         self.presence = np.zeros(num_lanes, np.float32)
         self.frequency = np.zeros(num_lanes, np.float32)
         self.repetition = np.ones(num_lanes, np.float32)
-        self.is_random = np.zeros(num_lanes, np.bool_)
-        """A random number is drawn; the others take the highest logit."""
+        self.is_penalised = np.zeros(num_lanes, np.bool_)
         self.is_edited = np.zeros(num_lanes, np.bool_)
         """Penalties, logit_bias or min_tokens change the logits."""
         self.num_logprobs = np.full(num_lanes, -1, np.int64)
@@ -36,8 +35,8 @@ class SamplingRows:
         self.presence[lane] = params.presence_penalty
         self.frequency[lane] = params.frequency_penalty
         self.repetition[lane] = params.repetition_penalty
-        self.is_random[lane] = params.temperature > 0
-        self.is_edited[lane] = has_penalties(params) or params.logit_bias or params.min_tokens
+        self.is_penalised[lane] = has_penalties(params)
+        self.is_edited[lane] = bool(has_penalties(params) or params.logit_bias or params.min_tokens)
         wanted = -1 if params.logprobs is None else params.logprobs
         self.num_logprobs[lane] = vocab_size if params.logprobs == -1 else wanted
 

@@ -1,0 +1,109 @@
+"""The executor's view of the KV cache manager: lanes in, pages out. Nothing else talks to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from helicore import kv
+from helicore.executor.lanes import Ints
+from helicore.executor.pool_shape import PoolShape
+
+_ROLE = "latent"
+_GROUP = 0  # all layers live and die together
+
+
+class KVPool:
+    """One cache per running lane; the manager keeps its pages in a row of `block_table`.
+
+    Owns the manager. `caches` are views of the manager's memory: gone after `close`. Calls that
+    find no room say so by their result and change nothing.
+    """
+
+    def __init__(self, shape: PoolShape) -> None:
+        self.page_size = shape.page_size
+        page_bytes = [w * shape.page_size * shape.dtype.itemsize for w in shape.row_widths]
+        self._manager = kv.KVCacheManager(
+            kv.KVCacheManagerConfig(
+                tokens_per_block=shape.page_size,
+                cache_tiers=[kv.HostCacheTierConfig(shape.num_bytes)],
+                layers=[
+                    kv.AttentionLayerConfig(layer, [kv.BufferConfig(_ROLE, size)])
+                    for layer, size in enumerate(page_bytes)
+                ],
+                max_util_for_resume=1.0,
+            )
+        )
+        self.num_pages = int(self._manager.num_total_blocks)
+        self.block_table = np.full((shape.num_lanes, shape.max_pages), kv.BAD_PAGE_INDEX, np.int32)
+        """int32 [lanes, pages]; entries past a lane's pages are arbitrary."""
+        self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
+        """Per layer [pages, page_size, width]."""
+        self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
+
+    def available_pages(self) -> int:
+        """Pages that are free, or kept only for reuse."""
+        return int(self._manager.num_available_blocks)
+
+    def open(
+        self,
+        lane: int,
+        tokens: NDArray[np.int32],
+        scope: kv.ReuseScope | None,
+        num_tokens: int,
+        headroom: int,
+    ) -> int | None:
+        """Opens the lane's cache with pages for num_tokens; how many of `tokens` it holds already.
+
+        None when there is no room for it and `headroom` more pages.
+        """
+        cache = self._manager.create_kv_cache(scope, tokens)
+        row = self.block_table[lane]
+        if cache.resume():
+            cache.set_base_page_index_buf(0, _GROUP, row)
+            if cache.resize(num_tokens) and self.available_pages() >= headroom:
+                self._lanes[lane] = cache
+                return int(cache.num_committed_tokens)
+        cache.close()
+        return None
+
+    def reserve_many(self, lanes: Ints, num_tokens: Ints) -> NDArray[np.bool_]:
+        """Makes room for so many tokens in each lane; which of them got it."""
+        results = self._manager.resize_many(self._of(lanes.tolist()), num_tokens.astype(np.int32))
+        return np.asarray(results, np.bool_)
+
+    def commit_many(self, lanes: Sequence[int], tokens: Sequence[NDArray[np.int32]]) -> None:
+        """Declares the next tokens of lanes final; entries of block_table may change."""
+        counts = np.array([len(part) for part in tokens], np.int32)
+        self._manager.commit_many(self._of(lanes), np.concatenate(tokens), counts)
+
+    def release(self, lane: int, tokens: NDArray[np.int32]) -> None:
+        """Commits the last tokens of a lane and gives its pages back; they stay reusable."""
+        (cache,) = self._of([lane])
+        self._lanes[lane] = None
+        if len(tokens):
+            cache.commit(tokens)
+        cache.close()
+
+    def clear(self) -> None:
+        """Forgets every cached prefix; no lane may be open."""
+        self._manager.clear_reusable_blocks()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.caches.clear()
+        self._manager.shutdown()
+
+    def _of(self, lanes: Sequence[int]) -> list[kv.KVCache]:
+        caches = [self._lanes[lane] for lane in lanes]
+        assert None not in caches, f"a lane of {list(lanes)} has no cache"
+        return caches  # type: ignore[return-value]
+
+    def _view(self, layer: int, width: int, shape: PoolShape) -> Tensor:
+        """The manager's memory of one layer; row p is the page with base page index p."""
+        pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE)).view(shape.dtype)
+        return pages.view(len(pages), shape.page_size, width)
