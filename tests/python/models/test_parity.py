@@ -211,3 +211,14 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> N
         return math.exp(sum(map(math.log, values)) / len(values))
 
     assert geometric_mean(ours) < 1.5 * geometric_mean(theirs), (ours, theirs)
+
+
+def test_a_model_compiles_into_one_graph(tmp_path: Path) -> None:
+    spec = Spec("compiled", "v3")
+    random_model(spec).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+    expected = PagedRequests(model).step({0: prompt(spec, 9)})
+    model.forward = torch.compile(  # type: ignore[method-assign]
+        model.forward, backend="eager", fullgraph=True
+    )
+    assert torch.equal(PagedRequests(model).step({0: prompt(spec, 9)}), expected)
