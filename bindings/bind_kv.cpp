@@ -41,13 +41,13 @@ std::span<const int32_t> tokens_of(const std::optional<Int32Arg>& arg, const cha
   return arg ? arg->get(where, "input_tokens") : std::span<const int32_t>();
 }
 
-nb::list to_bools(std::span<const uint8_t> results) {
+nb::typed<nb::list, bool> to_bools(std::span<const uint8_t> results) {
   nb::list out;
   for (uint8_t ok : results) out.append(nb::handle(ok != 0 ? Py_True : Py_False));
   return out;
 }
 
-nb::list to_bytes(const std::vector<Digest>& keys) {
+nb::typed<nb::list, nb::bytes> to_bytes(const std::vector<Digest>& keys) {
   nb::list out;
   for (const Digest& key : keys) {
     out.append(nb::bytes(reinterpret_cast<const char*>(key.data()), key.size()));
@@ -168,8 +168,9 @@ int32_t probe(const KVCacheManager& self, const Int32Arg& tokens, const ScopeArg
   return self.probe_reuse(view, reuse_scope);
 }
 
-nb::list resize_many(KVCacheManager& self, const CacheListArg& caches, const Int32Arg& capacities,
-                     const std::optional<Int32Arg>& history_lengths) {
+nb::typed<nb::list, bool> resize_many(KVCacheManager& self, const CacheListArg& caches,
+                                      const Int32Arg& capacities,
+                                      const std::optional<Int32Arg>& history_lengths) {
   const auto sizes = capacities.get("kv.resize_many", "capacities");
   const auto histories = history_lengths ? history_lengths->get("kv.resize_many", "history_lengths")
                                          : std::span<const int32_t>();
@@ -194,8 +195,8 @@ void commit_many(KVCacheManager& self, const CacheListArg& caches, const Int32Ar
   self.commit_many(caches.caches, flat, per_cache);
 }
 
-nb::list resume_many(KVCacheManager& self, const CacheListArg& caches,
-                     std::optional<int64_t> stream) {
+nb::typed<nb::list, bool> resume_many(KVCacheManager& self, const CacheListArg& caches,
+                                      std::optional<int64_t> stream) {
   std::vector<uint8_t> results(caches.caches.size());
   {
     const nb::gil_scoped_release release;

@@ -14,7 +14,9 @@ import ast
 import difflib
 import enum
 import importlib
+import math
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -67,6 +69,17 @@ def array_type(match: re.Match[str]) -> str:
     )
 
 
+def short_float(value: float) -> str:
+    """The shortest text of a C++ float: 1e-06, not 9.999999974752427e-07."""
+    single = struct.unpack("f", struct.pack("f", value))[0] if math.isfinite(value) else None
+    if single == value:
+        for digits in range(1, 9):
+            text = f"{value:.{digits}g}"
+            if struct.unpack("f", struct.pack("f", float(text)))[0] == value:
+                return repr(float(text))
+    return repr(value)
+
+
 def parse_signature(signature: str, name: str) -> ast.FunctionDef:
     """One nanobind signature as a syntax tree; default values are named `__default_<i>__`."""
     text = _ARRAY.sub(array_type, signature)
@@ -78,7 +91,16 @@ def parse_signature(signature: str, name: str) -> ast.FunctionDef:
 
 
 class StubPrinter(Printer):
-    """Prints one-line docstrings on one line, and `/` also where no other argument follows."""
+    """Prints one-line docstrings on one line, enum members in their order, and a closing `/`."""
+
+    def print_class_body(self, class_: Class) -> list[str]:
+        if not any(base[0] == "enum" for base in class_.bases):
+            body: list[str] = super().print_class_body(class_)
+            return body
+        lines = self.print_docstring(class_.doc) if class_.doc else []
+        for field in class_.fields:
+            lines += self.print_field(field)
+        return lines
 
     def print_docstring(self, doc: Docstring) -> list[str]:
         lines: list[str] = super().print_docstring(doc)
@@ -217,6 +239,8 @@ class NanobindAdapter:
         if match is None:
             return Value(text, is_print_safe=True)
         default = defaults[int(match[1])]
+        if isinstance(default, float):
+            return Value(short_float(default), is_print_safe=math.isfinite(default))
         if isinstance(default, str):  # nanobind hands over source text or a value
             return Value(repr(default), is_print_safe=True)
         value: Value = self.handle_value(default)  # type: ignore[attr-defined]

@@ -119,6 +119,14 @@ def test_the_stub_has_the_line(stub: str, line: str) -> None:
     assert line in stub
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(9.999999974752427e-07, "1e-06"), (0.1, "0.1"), (0.5, "0.5"), (1 / 3, repr(1 / 3))],
+)
+def test_float_defaults_are_short(value: float, text: str) -> None:
+    assert stubs.short_float(value) == text
+
+
 def test_both_overloads_are_marked(stub: str) -> None:
     assert stub.count("@typing.overload") == 2
 

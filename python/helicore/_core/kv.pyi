@@ -1,0 +1,660 @@
+"""KV cache manager."""
+
+from __future__ import annotations
+import collections.abc
+import enum
+import numpy
+import numpy.typing
+import torch
+import typing
+
+__all__: list[str] = [
+    "AttentionLayerConfig",
+    "BAD_PAGE_INDEX",
+    "BatchDesc",
+    "BufferConfig",
+    "BufferId",
+    "CacheDomain",
+    "CacheStatus",
+    "CacheTier",
+    "CoalescedBuffer",
+    "CommitState",
+    "DEFAULT_BEAM_INDEX",
+    "DiskCacheTierConfig",
+    "GPU_LEVEL",
+    "GpuCacheTierConfig",
+    "HOT_LEVEL",
+    "HostCacheTierConfig",
+    "KVCache",
+    "KVCacheDesc",
+    "KVCacheManager",
+    "KVCacheManagerConfig",
+    "KVCacheStats",
+    "LayerType",
+    "LogicError",
+    "NoRoom",
+    "OutOfPagesError",
+    "PRIORITY_DEFAULT",
+    "PRIORITY_MAX",
+    "PRIORITY_MIN",
+    "PageIndexConverter",
+    "PageIndexMode",
+    "PageStatus",
+    "PoolDesc",
+    "PoolGroupDesc",
+    "PoolGroupStatistics",
+    "ResourceBusyError",
+    "ReuseScope",
+    "SlotDescVariant",
+    "SsmLayerConfig",
+    "SwaScratchReuseConfig",
+]
+
+class CacheTier(enum.IntEnum):
+    """Kind of memory of a cache level."""
+
+    GPU_MEM = 0
+    HOST_MEM = 1
+    DISK = 2
+
+class CacheDomain(enum.IntEnum):
+    """Whose pages: pool groups are never shared between domains."""
+
+    TARGET = 0
+    DRAFT = 1
+
+class LayerType(enum.IntEnum):
+    """Kind of a layer's state."""
+
+    ATTENTION = 0
+    SSM = 1
+
+class PageStatus(enum.IntEnum):
+    """What holds a page."""
+
+    LOCKED = 0
+    HELD = 1
+    DROPPABLE = 2
+
+class PageIndexMode(enum.IntEnum):
+    """Which base address page indices count from."""
+
+    SHARED = 0
+    PER_LAYER = 1
+
+class CacheStatus(enum.IntEnum):
+    """State of a KVCache."""
+
+    ACTIVE = 0
+    SUSPENDED = 1
+    CLOSED = 2
+
+class CommitState(enum.IntEnum):
+    """Whether a KVCache may commit."""
+
+    ALLOWED = 0
+    VIRTUAL_STOP = 1
+    USER_STOP = 2
+
+class GpuCacheTierConfig:
+    """Memory of a GPU."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, quota: int) -> None: ...
+    def __repr__(self) -> str: ...
+    def assert_valid(self) -> None:
+        """Raises ValueError naming the field that is wrong."""
+    @property
+    def quota(self) -> int:
+        """Bytes."""
+    @property
+    def tier(self) -> CacheTier: ...
+
+class HostCacheTierConfig:
+    """Host memory; as the first tier, the hot level of a CPU manager."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, quota: int) -> None: ...
+    def __repr__(self) -> str: ...
+    def assert_valid(self) -> None:
+        """Raises ValueError naming the field that is wrong."""
+    @property
+    def quota(self) -> int:
+        """Bytes."""
+    @property
+    def tier(self) -> CacheTier: ...
+
+class DiskCacheTierConfig:
+    """Files in an existing directory."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, quota: int, path: str) -> None: ...
+    def __repr__(self) -> str: ...
+    def assert_valid(self) -> None:
+        """Raises ValueError naming the field that is wrong."""
+    @property
+    def path(self) -> str: ...
+    @property
+    def quota(self) -> int:
+        """Bytes."""
+    @property
+    def tier(self) -> CacheTier: ...
+
+class BufferConfig:
+    """One buffer of a layer: `size` bytes per block."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self, role: str, size: int, tokens_per_block_override: int | None = None
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def tokens_per_block_override(self) -> int | None: ...
+
+class AttentionLayerConfig:
+    """An attention layer's buffers."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self,
+        layer_id: int,
+        buffers: collections.abc.Sequence[BufferConfig],
+        sliding_window_size: int | None = None,
+        num_sink_tokens: int | None = None,
+        cache_domain: CacheDomain = ...,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def buffers(self) -> list[BufferConfig]: ...
+    @property
+    def cache_domain(self) -> CacheDomain: ...
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def num_sink_tokens(self) -> int | None: ...
+    @property
+    def sliding_window_size(self) -> int | None: ...
+    @property
+    def window_size(self) -> int | None: ...
+
+class SsmLayerConfig:
+    """A recurrent layer's state buffers."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, layer_id: int, buffers: collections.abc.Sequence[BufferConfig]) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def buffers(self) -> list[BufferConfig]: ...
+    @property
+    def layer_id(self) -> int: ...
+
+class KVCacheDesc:
+    """One sequence of a planned batch, in tokens."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, capacity: int, history_length: int) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def history_length(self) -> int: ...
+
+class BatchDesc:
+    """A planned batch with a shared system prompt."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self, kv_caches: collections.abc.Sequence[KVCacheDesc], system_prompt_length: int = 0
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def kv_caches(self) -> list[KVCacheDesc]: ...
+    @property
+    def system_prompt_length(self) -> int: ...
+
+class SwaScratchReuseConfig:
+    """Scratch blocks for windowed prefill."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, max_rewind_len: int = 0) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def max_rewind_len(self) -> int: ...
+
+class ReuseScope:
+    """Namespace of prefix matching; pages are shared only between equal scopes."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self, lora_id: int | None = None, salt: int | str | None = None, lora_generation: int = 0
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def lora_generation(self) -> int: ...
+    @property
+    def lora_id(self) -> int | None: ...
+    @property
+    def salt(self) -> None | int | str: ...
+
+class KVCacheManagerConfig:
+    """Everything a KVCacheManager is made from; checked at construction."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self,
+        tokens_per_block: int,
+        cache_tiers: collections.abc.Sequence[
+            GpuCacheTierConfig | HostCacheTierConfig | DiskCacheTierConfig
+        ],
+        layers: collections.abc.Sequence[AttentionLayerConfig | SsmLayerConfig],
+        *,
+        max_util_for_resume: float = 0.97,
+        enable_partial_reuse: bool = True,
+        reuse_match_backoff: int = 0,
+        constraints: collections.abc.Sequence[BatchDesc] = list(),
+        typical_step: BatchDesc | None = None,
+        initial_pool_ratio: collections.abc.Sequence[float] | None = None,
+        swa_scratch_reuse: SwaScratchReuseConfig | None = None,
+        commit_min_snapshot: bool = False,
+        enable_stats: bool = True,
+        text_only: bool = False,
+        rebalance_min_sampled_kv_caches: int = 2000,
+        rebalance_cooldown_secs: float = 120.0,
+        rebalance_target_ratio_update_interval: int = 100,
+        rebalance_ratio_threshold: float = 1.25,
+        rebalance_moving_average_decay: float = 0.9999,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def cache_tiers(
+        self,
+    ) -> list[GpuCacheTierConfig | HostCacheTierConfig | DiskCacheTierConfig]: ...
+    @property
+    def commit_min_snapshot(self) -> bool: ...
+    @property
+    def constraints(self) -> list[BatchDesc]: ...
+    @property
+    def enable_partial_reuse(self) -> bool: ...
+    @property
+    def enable_stats(self) -> bool: ...
+    @property
+    def enable_swa_scratch_reuse(self) -> bool: ...
+    @property
+    def initial_pool_ratio(self) -> list[float] | None: ...
+    @property
+    def layers(self) -> list[AttentionLayerConfig | SsmLayerConfig]: ...
+    @property
+    def max_util_for_resume(self) -> float: ...
+    @property
+    def rebalance_cooldown_secs(self) -> float: ...
+    @property
+    def rebalance_min_sampled_kv_caches(self) -> int: ...
+    @property
+    def rebalance_moving_average_decay(self) -> float: ...
+    @property
+    def rebalance_ratio_threshold(self) -> float: ...
+    @property
+    def rebalance_target_ratio_update_interval(self) -> int: ...
+    @property
+    def reuse_match_backoff(self) -> int: ...
+    @property
+    def swa_scratch_reuse(self) -> SwaScratchReuseConfig | None: ...
+    @property
+    def text_only(self) -> bool: ...
+    @property
+    def tokens_per_block(self) -> int: ...
+    @property
+    def typical_step(self) -> BatchDesc | None: ...
+
+class BufferId:
+    """A layer's buffer."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getitem__(self, arg: int, /) -> typing.Any: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, layer_id: int, role: str) -> None: ...
+    def __len__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def role(self) -> str: ...
+
+class CoalescedBuffer:
+    """Equal-size buffers that lie back to back in a slot, in this order."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def buffer_ids(self) -> list[BufferId]: ...
+    @property
+    def single_buffer_size(self) -> int: ...
+
+class SlotDescVariant:
+    """How one layer group reads a slot: one entry per pool."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def coalesced_buffers(self) -> list[CoalescedBuffer]: ...
+    @property
+    def layer_group_id(self) -> int: ...
+
+class PoolDesc:
+    """One pool: equal pieces of `slot_bytes` from `base_address`."""
+    @property
+    def base_address(self) -> int: ...
+    @property
+    def pool_index(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+class PoolGroupDesc:
+    """Pools that share slot ids."""
+    @property
+    def domain(self) -> CacheDomain: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def pool_group_index(self) -> int: ...
+    @property
+    def pools(self) -> list[PoolDesc]: ...
+    @property
+    def variants(self) -> list[SlotDescVariant]: ...
+
+class PageIndexConverter:
+    """Turns base page indices into the page indices of one buffer."""
+    def __call__(
+        self,
+        base_indices: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+        index_mode: PageIndexMode = ...,
+    ) -> list[int]: ...
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, scale: int, expansion: int, layer_offset: int) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def expansion(self) -> int: ...
+    @property
+    def layer_offset(self) -> int: ...
+    @property
+    def scale(self) -> int: ...
+
+class NoRoom:
+    """Why a resize or a resume returned False."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    def __str__(self) -> str: ...
+    @property
+    def domain(self) -> CacheDomain: ...
+    @property
+    def evictable(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    @property
+    def level(self) -> int: ...
+    @property
+    def needed(self) -> int:
+        """Slots that the call needed."""
+    @property
+    def over_utilisation(self) -> bool:
+        """Refused by max_util_for_resume, not by the count."""
+    @property
+    def pool_group(self) -> int: ...
+
+class PoolGroupStatistics:
+    """Slots of a pool group, now."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def available(self) -> int: ...
+    @property
+    def domain(self) -> CacheDomain: ...
+    @property
+    def evictable(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    @property
+    def pool_group(self) -> int: ...
+    @property
+    def slot_sizes(self) -> list[int]: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def unavailable(self) -> int: ...
+
+class KVCacheStats:
+    """Counters since the manager was made."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def allocated_blocks(self) -> int: ...
+    @property
+    def committed_blocks(self) -> int: ...
+    @property
+    def evicted_blocks(self) -> int: ...
+    @property
+    def failed_resizes(self) -> int: ...
+    @property
+    def failed_resumes(self) -> int: ...
+    @property
+    def full_reused_blocks(self) -> int: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    @property
+    def lookup_tokens(self) -> int: ...
+    @property
+    def missed_blocks(self) -> int: ...
+    @property
+    def num_lookups(self) -> int: ...
+    @property
+    def num_resumes(self) -> int: ...
+    @property
+    def num_suspends(self) -> int: ...
+    @property
+    def partial_reused_blocks(self) -> int: ...
+    @property
+    def rebased_blocks(self) -> int: ...
+
+class LogicError(RuntimeError):
+    pass
+
+class ResourceBusyError(RuntimeError):
+    pass
+
+class OutOfPagesError(RuntimeError):
+    pass
+
+class KVCache:
+    """
+    The pages of one sequence; made by KVCacheManager.create_kv_cache().
+
+    SUSPENDED -> resume() -> ACTIVE -> suspend() -> SUSPENDED; close() from both. One thread at a time may drive it.
+    """
+    def close(self) -> None:
+        """Give every page back. Idempotent."""
+    def commit(
+        self,
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+        is_end: bool = False,
+    ) -> None:
+        """Declare the next tokens final; full blocks become reusable. Page tables may change."""
+    def get_aggregated_page_indices(
+        self, group: int, beam: int = 0, valid_only: bool = False
+    ) -> list[int]:
+        """Slots of every block, active or not."""
+    def get_base_page_indices(
+        self, group: int = 0, beam: int = 0
+    ) -> numpy.typing.NDArray[numpy.int32]:
+        """Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, set_base_page_index_buf or close of this cache."""
+    def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
+        """
+        Set the cursors, in tokens; None keeps one. False when there is no room: nothing changed.
+
+        Raises ValueError when history would shrink or capacity < history.
+        """
+    def resume(self, stream: int | None = None) -> bool:
+        """Lock the pages and fill the page tables. False when there is no room (last_failure)."""
+    def set_base_page_index_buf(self, beam: int, group: int, buf: torch.Tensor | None) -> None:
+        """Keep the page table in `buf` (int32, contiguous) from now on; the rest is filled with BAD_PAGE_INDEX. None detaches. suspend() and close() detach too."""
+    def stop_committing(self) -> None:
+        """Publish the committed part of the last block; nothing may be committed afterwards."""
+    def suspend(self) -> None:
+        """Unlock the pages but keep them; page tables read BAD_PAGE_INDEX."""
+    @property
+    def beam_width(self) -> int: ...
+    @property
+    def capacity(self) -> int:
+        """Tokens with storage. Setting it raises OutOfPagesError when there is no room."""
+    @capacity.setter
+    def capacity(self, arg: int, /) -> None: ...
+    @property
+    def commit_state(self) -> CommitState: ...
+    @property
+    def committed_tokens(self) -> list[int]: ...
+    @property
+    def cuda_stream(self) -> int | None: ...
+    @cuda_stream.setter
+    def cuda_stream(self, arg: int, /) -> None: ...
+    @property
+    def history_length(self) -> int: ...
+    @history_length.setter
+    def history_length(self, arg: int, /) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def is_active(self) -> bool: ...
+    @property
+    def last_failure(self) -> NoRoom | None:
+        """Why the last resume or resize returned False; None after a success."""
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_committed_tokens(self) -> int: ...
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens that creation found in the cache."""
+    @property
+    def priority(self) -> int: ...
+    @property
+    def reuse_scope(self) -> ReuseScope: ...
+    @property
+    def status(self) -> CacheStatus: ...
+    @property
+    def tokens_per_block(self) -> int: ...
+
+class KVCacheManager:
+    """Owns the pools, the pages and the radix tree of reusable blocks."""
+    def __init__(self, config: KVCacheManagerConfig) -> None:
+        """Raises ValueError, NotSupportedError (naming the field) or MemoryError."""
+    def clear_reusable_blocks(self) -> None:
+        """Forget every cached prefix. Raises ResourceBusyError while caches are open."""
+    def commit_many(
+        self,
+        caches: collections.abc.Sequence[KVCache],
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+        counts: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor
+        | None = None,
+    ) -> None:
+        """commit() for a whole step: counts[i] tokens each, concatenated; default one each."""
+    def create_kv_cache(
+        self,
+        reuse_scope: int | ReuseScope | None = None,
+        input_tokens: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor
+        | None = None,
+        id: int | None = None,
+        *,
+        priority: int = 35,
+        expected_prompt_length: int | None = None,
+    ) -> KVCache:
+        """A SUSPENDED cache that holds the longest cached prefix of input_tokens."""
+    def get_chain_keys(
+        self,
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+        reuse_scope: int | ReuseScope | None = None,
+    ) -> list[bytes]:
+        """SHA-256 chain keys (32 bytes) of the full blocks of `tokens`."""
+    def get_layer_group_domain(self, group: int) -> CacheDomain: ...
+    def get_layer_group_id(self, layer_id: int) -> int: ...
+    def get_mem_pool_base_address(
+        self, layer_id: int, role: str, index_mode: PageIndexMode = ...
+    ) -> int:
+        """Address that page indices of the buffer count from."""
+    def get_mem_pool_view(self, layer_id: int, role: str) -> numpy.typing.NDArray[numpy.uint8]:
+        """Writable uint8 [num_slots, block bytes] over the pool; row s is the block in slot s."""
+    def get_page_index_converter(self, layer_id: int, role: str) -> PageIndexConverter: ...
+    def get_page_index_scale(self, layer_id: int, role: str) -> int:
+        """Base page index times this is the page index (times expansion, see the converter)."""
+    def get_page_index_upper_bound(self, layer_id: int, role: str) -> int: ...
+    def get_page_stride(self, layer_id: int, role: str) -> int:
+        """Bytes of one kernel page; page index i starts at base + i * stride."""
+    def get_pool_group_of(self, group: int) -> int: ...
+    def get_quota(self, level: int = 0) -> int:
+        """Bytes in effect."""
+    def get_stats(self) -> KVCacheStats: ...
+    def get_storage_statistics(self, level: int = 0) -> list[PoolGroupStatistics]:
+        """One entry per pool group: total, free and evictable slots."""
+    def probe_reuse(
+        self,
+        input_tokens: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+        reuse_scope: int | ReuseScope | None = None,
+    ) -> int:
+        """Tokens that create_kv_cache would find now. Any thread."""
+    def resize_many(
+        self,
+        caches: collections.abc.Sequence[KVCache],
+        capacities: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+        history_lengths: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor
+        | None = None,
+    ) -> list[bool]:
+        """resize() for a whole step: one bool per cache, in order. A throw changes nothing."""
+    def resume_many(
+        self, caches: collections.abc.Sequence[KVCache], stream: int | None = None
+    ) -> list[bool]:
+        """resume() for several caches: one bool per cache, in order."""
+    def shutdown(self) -> None:
+        """Refuse further use. Raises ResourceBusyError while caches are open."""
+    @property
+    def init_config(self) -> KVCacheManagerConfig: ...
+    @property
+    def layer_grouping(self) -> list[list[int]]: ...
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that could be had now, evicting what nobody holds."""
+    @property
+    def num_layer_groups(self) -> int: ...
+    @property
+    def num_open_caches(self) -> int: ...
+    @property
+    def num_total_blocks(self) -> int:
+        """Blocks that fit when nothing else is there."""
+    @property
+    def pool_group_descs(self) -> list[PoolGroupDesc]: ...
+    @property
+    def tokens_per_block(self) -> int: ...
+
+BAD_PAGE_INDEX: int = -1
+DEFAULT_BEAM_INDEX: int = 0
+GPU_LEVEL: int = 0
+HOT_LEVEL: int = 0
+PRIORITY_DEFAULT: int = 35
+PRIORITY_MAX: int = 100
+PRIORITY_MIN: int = 0
