@@ -50,13 +50,15 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'helicore' has no attribute {name!r}")
-    value = getattr(import_module(f"helicore.{home}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else a checker would take any misspelt name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module 'helicore' has no attribute {name!r}")
+        value = getattr(import_module(f"helicore.{home}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
