@@ -16,6 +16,8 @@ from helicore.models._fields import Fields
 
 MAX_HEADS = 128
 """Heads that the attention kernels take."""
+MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4096, 256, 64
+"""What the router takes."""
 _LATENT_NORM_EPS = 1e-6
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GENERATION_KEYS = (
@@ -258,7 +260,7 @@ def _rope(f: Fields, max_positions: int, family: str) -> RopeConfig:
 
 
 def _moe(f: Fields, family: str) -> MoeConfig | None:
-    num_experts = f.integer("n_routed_experts", "num_experts", default=0, low=0)
+    num_experts = f.integer("n_routed_experts", "num_experts", default=0, low=0, high=MAX_EXPERTS)
     if num_experts == 0:
         return None
     v3 = family == "deepseek_v3"
@@ -270,7 +272,8 @@ def _moe(f: Fields, family: str) -> MoeConfig | None:
     scoring = f.choice(
         "scoring_func", ("softmax", "sigmoid"), default="sigmoid" if v3 else "softmax"
     )
-    top_k = f.integer("num_experts_per_tok", "num_experts_per_token", low=1, high=num_experts)
+    most = min(num_experts, MAX_TOP_K)
+    top_k = f.integer("num_experts_per_tok", "num_experts_per_token", low=1, high=most)
     n_group, topk_group = 1, 1
     if method != "greedy":
         n_group, topk_group = _groups(f, num_experts, top_k, method)
@@ -293,7 +296,8 @@ def _moe(f: Fields, family: str) -> MoeConfig | None:
 
 
 def _groups(f: Fields, num_experts: int, top_k: int, method: str) -> tuple[int, int]:
-    n_group = f.integer("n_group", "num_expert_group", default=1, low=1, high=num_experts)
+    most = min(num_experts, MAX_GROUPS)
+    n_group = f.integer("n_group", "num_expert_group", default=1, low=1, high=most)
     topk_group = f.integer("topk_group", default=n_group, low=1, high=n_group)
     if num_experts % n_group:
         raise f.error("n_group", f"a divisor of n_routed_experts ({num_experts})")

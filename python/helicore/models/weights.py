@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from helicore import ops
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FP8 = torch.float8_e4m3fn
@@ -48,7 +50,7 @@ class Checkpoint:
         if tensor.dtype == _FP8:
             rows, cols = (self._blocks(name, shape, d) for d in (0, 1))
             scale = self._get(f"{name}_scale_inv", (rows, cols))
-            return dequantise_blocks(tensor, scale, dtype)
+            return ops.dequantize_fp8_block(tensor, scale.float(), dtype)
         if tensor.dtype not in _FLOATS:
             raise self._error(name, f"must hold floating point numbers, got {tensor.dtype}")
         return tensor.to(dtype, copy=copy)
@@ -135,19 +137,6 @@ class WeightReader:
 
     def own_if(self, present: bool, name: str, *shape: int) -> Tensor | None:
         return self.own(name, *shape) if present else None
-
-
-def dequantise_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 [N, K] times the fp32 factor of its 128x128 block, one rounding to `dtype`.
-
-    scale: [ceil(N / 128), ceil(K / 128)]; the last blocks may be partial.
-    """
-    out = torch.empty(codes.shape, dtype=dtype)
-    factors = scale.float().repeat_interleave(_BLOCK, dim=1)[:, : codes.shape[1]]
-    for block in range(scale.shape[0]):  # by rows of blocks: no fp32 copy of the whole matrix
-        rows = slice(block * _BLOCK, (block + 1) * _BLOCK)
-        out[rows] = codes[rows].float() * factors[block]
-    return out
 
 
 def _read_index(path: Path) -> dict[str, str]:
