@@ -75,6 +75,7 @@ class Scheduler:
         # A heap; entries that are no longer waiting are dropped when they come up.
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._num_waiting = 0
+        self._head: Sequence | None = None
         self._prefilling: list[Sequence] = []
         self._decoding: set[int] = set()
         self._decode_lanes: Ints = np.empty(0, np.int64)
@@ -89,6 +90,7 @@ class Scheduler:
         decode = self._current_decodes()
         budget = self._config.max_num_batched_tokens - len(decode)
         self._admit(budget)
+        self._note_wait()
         return Step(decode, self._plan_chunks(budget) if self._prefilling else [])
 
     def advance(self, step: Step) -> None:
@@ -100,6 +102,7 @@ class Scheduler:
         for chunk in step.chunks:
             lane, end = chunk.sequence.lane, chunk.start + chunk.length
             lanes.num_computed[lane] = end
+            self._counters.computed_prompt_tokens += chunk.length
             if end // page > lanes.num_committed[lane] // page:
                 to_commit.append(lane)
             if end == lanes.num_tokens[lane]:
@@ -261,6 +264,14 @@ class Scheduler:
                 self._lanes.num_reserved[lane] = num_known
                 return matched
         return None
+
+    def _note_wait(self) -> None:
+        """How many steps the head of the queue has been the head."""
+        head = self._waiting[0][1] if self._num_waiting else None
+        if head is None or head is not self._head:
+            self._head, self._counters.oldest_wait_steps = head, 0
+        else:
+            self._counters.oldest_wait_steps += 1
 
     def _note_admission(self, sequence: Sequence, matched: int) -> None:
         if sequence.num_cached_tokens is None:

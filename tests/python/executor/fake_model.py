@@ -8,6 +8,7 @@ it and on nothing else, so what a sequence must produce is known without any sch
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,9 +51,8 @@ def fake_config(**overrides: Any) -> ModelConfig:
 
 def logits_after(tokens: Sequence[int]) -> NDArray[np.float32]:
     """fp32 [VOCAB], a function of the tokens alone."""
-    digest = 1469598103934665603
-    for token in tokens:
-        digest = ((digest ^ (int(token) + 1)) * 1099511628211) % 2**64
+    key = np.array(tokens, np.int32).tobytes()
+    digest = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     return np.random.default_rng(digest).standard_normal(VOCAB).astype(np.float32)
 
 
@@ -116,29 +116,32 @@ class FakeModel:
         self, batch: ForwardBatch, request: int, begin: int, end: int, caches: Sequence[Tensor]
     ) -> None:
         kv_len, page_size = int(batch.kv_len[request]), caches[0].shape[1]
-        positions = list(range(kv_len - (end - begin), kv_len))
         assert end > begin
-        assert batch.positions[begin:end].tolist() == positions
-        for row, position in zip(range(begin, end), positions, strict=True):
-            page = int(batch.block_table[request, position // page_size])
-            assert int(batch.slots[row]) == page * page_size + position % page_size
-            for layer, cache in enumerate(caches):
-                cache[page, position % page_size] = POISON
-                cache[page, position % page_size, :4] = torch.tensor(
-                    [float(batch.token_ids[row]), float(position), float(layer), 1.0]
-                )
+        positions = torch.arange(kv_len - (end - begin), kv_len)
+        assert batch.positions[begin:end].tolist() == positions.tolist()
+        pages = batch.block_table[request, positions // page_size].long()
+        slots = pages * page_size + positions % page_size
+        assert batch.slots[begin:end].tolist() == slots.tolist()
+        rows = torch.full((end - begin, ROW), POISON)
+        rows[:, 0] = batch.token_ids[begin:end]
+        rows[:, 1] = positions
+        rows[:, 3] = 1
+        for layer, cache in enumerate(caches):
+            rows[:, 2] = layer
+            cache[pages, positions % page_size] = rows
 
     def _read(self, batch: ForwardBatch, request: int, caches: Sequence[Tensor]) -> list[int]:
         page_size = caches[0].shape[1]
-        tokens = []
-        for position in range(int(batch.kv_len[request])):
-            page = int(batch.block_table[request, position // page_size])
-            for layer, cache in enumerate(caches):
-                token, at, where, one = cache[page, position % page_size, :4].tolist()
-                assert (at, where, one) == (position, layer, 1.0), (
-                    f"request {request} reads {(token, at, where, one)} at {position} of {layer}"
-                )
-            tokens.append(int(token))
+        positions = torch.arange(int(batch.kv_len[request]))
+        pages = batch.block_table[request, positions // page_size].long()
+        tokens: list[int] = []
+        for layer, cache in enumerate(caches):
+            rows = cache[pages, positions % page_size]
+            assert rows[:, 1].tolist() == positions.tolist(), f"layer {layer} of {request}: {rows}"
+            assert rows[:, 2].tolist() == [layer] * len(positions)
+            assert rows[:, 3].tolist() == [1] * len(positions)
+            assert not layer or rows[:, 0].int().tolist() == tokens
+            tokens = rows[:, 0].int().tolist()
         return tokens
 
 
