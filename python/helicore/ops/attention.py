@@ -1,14 +1,15 @@
 """Latent attention (MLA) over a paged cache.
 
-Shapes: T query tokens packed over B requests, H heads, R kv_lora_rank, dr rope width (0 allowed), dn nope width,
-dv value width. Every width is a multiple of 4. Tensors are contiguous, bfloat16 or float32; sums are float32.
+Shapes: T query tokens packed over B requests, H heads, R kv_lora_rank, dr rope width (0 allowed),
+dn nope width, dv value width. Every width is a multiple of 4. Tensors are contiguous, bfloat16 or
+float32; sums are float32.
 
-The cache of one layer is `[num_pages, page_size, R + dr]`; its first dimension may be strided. A row holds the
-normalised latent and the rotated key. Rotated vectors are stored half-split, for queries and keys alike, whatever the
-order of the raw ones (`interleaved`).
+The cache of one layer is `[num_pages, page_size, R + dr]`; its first dimension may be strided. A
+row holds the normalised latent and the rotated key. Rotated vectors are stored half-split, for
+queries and keys alike, whatever the order of the raw ones (`interleaved`).
 
-Softmax statistics are float32 `[T, H, 2]`: m = max of scale * q.k * log2(e), and l = sum of 2^(s - m). A row that
-sees no key gives output 0 and statistics (-inf, 0).
+Softmax statistics are float32 `[T, H, 2]`: m = max of scale * q.k * log2(e), l = sum of 2^(s - m).
+A row that sees no key gives output 0 and statistics (-inf, 0).
 
 The bits of a row depend neither on the other requests of the call nor on the number of threads.
 """
@@ -62,7 +63,7 @@ def _packed_in_features(packed: Tensor) -> int:
 def absorbed_is_cheaper(
     num_q_tokens: int, kv_len: int, *, kv_lora_rank: int, nope_dim: int, rope_dim: int, v_dim: int
 ) -> bool:
-    """Whether `mla_decode` (with absorb and project) costs less than `mla_prefill` for a request."""
+    """Whether the absorbed form costs less than `mla_prefill` for one request."""
     return _attention.absorbed_is_cheaper(
         num_q_tokens, kv_len, kv_lora_rank, nope_dim, rope_dim, v_dim
     )
@@ -99,7 +100,7 @@ def mla_append(
     Args:
         kv_a: [T, R + dr], the raw latent and the raw rope key.
         cache: [num_pages, page_size, R + dr], written.
-        slots: [T] int64, page * page_size + offset; -1 writes nothing. Two tokens must not share one.
+        slots: [T] int64, page * page_size + offset, or -1 to write nothing; no slot twice.
         kv_lora_rank: R.
         positions: [T] int32, rows of cos_sin; needed with cos_sin.
         cos_sin: [max_pos, dr] float32, dr / 2 cosines then dr / 2 sines; None stores k_r as it is.
@@ -197,7 +198,8 @@ def mla_decode(
 ) -> Tensor:
     """Absorbed attention with packed ragged queries.
 
-    Token i of request b, of S_q = cu_q[b + 1] - cu_q[b], sees the first kv_len[b] - S_q + i + 1 cached tokens.
+    Token i of request b, of S_q = cu_q[b + 1] - cu_q[b], sees the first kv_len[b] - S_q + i + 1
+    cached tokens.
 
     Args:
         q: [T, H, R + dr] from `mla_absorb`.

@@ -4,9 +4,8 @@ import pytest
 import torch
 from attention.conftest import assert_close
 from attention.problem import ABSURD_PAGE, Problem, make_problem
-from reference import mla as reference
-
 from helicore import _core, ops
+from reference import mla as reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -107,6 +106,22 @@ def test_long_context_with_many_chunks_matches_the_reference(isa):
     )
     # A planted key makes the result depend on one token far into the context.
     p.cache[p.block_table[0, 8300 // 64], 8300 % 64] = 3.0 * p.q[0, 0]
+    check(p)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 1.59, 1.87])
+def test_a_scale_multiplier_of_long_context_models_reaches_every_chunk(isa, multiplier):
+    p = make_problem(
+        num_q=[1, 2],
+        kv_len=[2, 400],  # several chunks; a single key could not show a scale
+        heads=3,
+        rank=16,
+        rope_dim=4,
+        page_size=64,
+        q_dtype=F32,
+        cache_dtype=F32,
+    )
+    p.scale = multiplier * 20**-0.5
     check(p)
 
 
@@ -214,9 +229,7 @@ def test_a_verified_token_has_the_bits_of_a_decoded_one(isa):
     one = torch.tensor([0, 1], dtype=torch.int32)
     for i in range(6):
         length = torch.tensor([2050 + i], dtype=torch.int32)
-        alone = ops.mla_decode(
-            p.q[i : i + 1], p.cache, p.block_table, one, length, p.scale, p.rank
-        )
+        alone = ops.mla_decode(p.q[i : i + 1], p.cache, p.block_table, one, length, p.scale, p.rank)
         assert torch.equal(alone[0], together[i])
 
 

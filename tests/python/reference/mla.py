@@ -1,7 +1,7 @@
 """Latent attention in float64, written to be read: loops over tokens, no engine import.
 
-Two forms that must agree: `absorbed` works on the latents as keys and values, `expanded` makes keys and values of every
-head first. Scores carry the softmax scale; statistics are in base 2.
+Two forms that must agree: `absorbed` works on the latents as keys and values, `expanded` makes keys
+and values of every head first. Scores carry the softmax scale; statistics are in base 2.
 """
 
 import math
@@ -96,8 +96,12 @@ def expanded(
     w_uk: Tensor,
     w_uv: Tensor,
     scale: float,
+    expanded_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, dn + dr] with w_uk [H, dn, R], w_uv [H, dv, R]: out [T, H * dv] and stats."""
+    """q [T, H, dn + dr] with w_uk [H, dn, R], w_uv [H, dv, R]: out [T, H * dv] and stats.
+
+    Keys and values are rounded to expanded_dtype, as by an engine that keeps them so.
+    """
     heads, rank = w_uk.shape[0], w_uk.shape[2]
     out = torch.zeros((q.shape[0], heads, w_uv.shape[1]), dtype=torch.float64)
     stats = torch.zeros((q.shape[0], heads, 2), dtype=torch.float64)
@@ -105,8 +109,9 @@ def expanded(
         rows = gather(cache, block_table[b], int(kv_len[b]))
         for h in range(heads):
             latent = rows[:, :rank]
-            keys = torch.cat((latent @ w_uk[h].double().T, rows[:, rank:]), dim=1)
-            values = latent @ w_uv[h].double().T
+            nope = (latent @ w_uk[h].double().T).to(expanded_dtype).double()
+            keys = torch.cat((nope, rows[:, rank:]), dim=1)
+            values = (latent @ w_uv[h].double().T).to(expanded_dtype).double()
             for i in range(int(cu_q[b + 1] - cu_q[b])):
                 t = int(cu_q[b]) + i
                 n = visible(cu_q, kv_len, b, i)
