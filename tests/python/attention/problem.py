@@ -1,4 +1,4 @@
-"""Ragged paged problems: pages in random order, NaN where no token lies, absurd ids past the end."""
+"""Ragged paged problems: pages in random order, NaN where no token lies, absurd ids elsewhere."""
 
 from dataclasses import dataclass
 
