@@ -153,7 +153,7 @@ def test_sizes_accepts_ordinary_code(tmp_path: Path) -> None:
         ("python/helicore/a.py", "#\n" * 501, "501 lines, allowed 500"),
         (
             "python/helicore/a.py",
-            "def f():\n" + "    pass\n" * 60,
+            "def f():\n    'Says what.'\n" + "    pass\n" * 61,
             "f() has 61 lines, allowed 60",
         ),
     ],
