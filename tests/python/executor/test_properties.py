@@ -83,7 +83,7 @@ class Traffic:
                 assert (update.finish_reason == "stop") == self.stops[key]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_traffic_gives_every_request_its_own_tokens(seed: int) -> None:
     engine = Traffic(seed).run()
     assert engine.counters.kv_pages_in_use == 0, "no page is lost"
@@ -91,11 +91,11 @@ def test_random_traffic_gives_every_request_its_own_tokens(seed: int) -> None:
 
 
 def test_the_traffic_reaches_preemption_reuse_and_stops() -> None:
-    counters = [Traffic(seed).run().counters for seed in range(12)]
-    assert sum(c.preemptions for c in counters) > 5
-    assert sum(c.prefix_cache_hits for c in counters) > 500
-    assert sum(c.finished_stop for c in counters) > 50
-    assert sum(c.finished_length for c in counters) > 50
+    counters = [Traffic(seed).run().counters for seed in range(6)]
+    assert sum(c.preemptions for c in counters) > 2
+    assert sum(c.prefix_cache_hits for c in counters) > 200
+    assert sum(c.finished_stop for c in counters) > 20
+    assert sum(c.finished_length for c in counters) > 20
     assert sum(c.finished_abort for c in counters) > 0
 
 
@@ -150,7 +150,9 @@ def some_repeat_fails() -> bool:
 def test_a_skipped_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     append = FakeModel._append
 
-    def forget(self: FakeModel, batch: Any, request: int, begin: int, end: int, caches: Any) -> None:
+    def forget(
+        self: FakeModel, batch: Any, request: int, begin: int, end: int, caches: Any
+    ) -> None:
         append(self, batch, request, begin, max(begin + 1, end - 1), caches)
 
     monkeypatch.setattr(FakeModel, "_append", forget)

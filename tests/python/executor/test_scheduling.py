@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from executor.driving import drain, tokens_of
 from executor.fake_model import MAX_LEN, VOCAB, fake_engine, greedy_output
 from helicore.executor.engine import Engine
-from helicore.executor.updates import SequenceUpdate
 from helicore.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -20,21 +20,6 @@ def greedy(max_tokens: int, **fields: object) -> SamplingParams:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(2, VOCAB) for _ in range(length)]
-
-
-def drain(engine: Engine, max_steps: int = 2000) -> dict[tuple[str, int], list[SequenceUpdate]]:
-    """Steps until nothing is left; updates by sequence."""
-    result: dict[tuple[str, int], list[SequenceUpdate]] = {}
-    for _ in range(max_steps):
-        if not engine.has_unfinished():
-            return result
-        for update in engine.step():
-            result.setdefault((update.request_id, update.index), []).append(update)
-    raise AssertionError(f"work is left after {max_steps} steps: {engine.counters}")
-
-
-def tokens_of(updates: list[SequenceUpdate]) -> list[int]:
-    return [token for update in updates for token in update.new_token_ids]
 
 
 def assert_no_page_is_lost(engine: Engine) -> None:
