@@ -19,6 +19,12 @@ class WeightModule(nn.Module):
         self.__dict__.update(self._modules)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for name, buffer in self.named_buffers(recurse=recurse):
+            if fn(buffer.new_empty(0)).dtype != buffer.dtype:
+                raise ValueError(
+                    f"{name} is packed for {buffer.dtype} and cannot change its dtype; load the "
+                    "model with the dtype that is wanted"
+                )
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.publish()
         return result

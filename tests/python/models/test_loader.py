@@ -222,6 +222,15 @@ def test_a_lora_adapter_is_refused(folder: Path) -> None:
         load_model(folder)
 
 
+def test_a_loaded_model_cannot_change_its_dtype(folder: Path) -> None:
+    model = load_model(folder, dtype=torch.float32)
+    expected = PagedRequests(model).step({0: IDS})
+    with pytest.raises(ValueError, match=r"is packed for torch\.float32"):
+        model.bfloat16()
+    model.to("cpu")
+    assert torch.equal(PagedRequests(model).step({0: IDS}), expected)
+
+
 def test_bad_arguments_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="dtype must be bfloat16 or float32"):
         load_model(folder, dtype=torch.float16)

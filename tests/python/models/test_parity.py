@@ -161,6 +161,56 @@ def test_only_the_wanted_rows_get_logits(pair: Pair) -> None:
     assert none.shape == (0, every.shape[1])
 
 
+@pytest.mark.parametrize("family", ["v2", "v3"])
+def test_long_contexts_of_published_head_widths_equal_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    spec = Spec(
+        "long",
+        family,
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "max_position_embeddings": 1024,
+            "rope_parameters": YARN | {"factor": 16.0},
+        },
+    )
+    hf = random_model(spec)
+    hf.save_pretrained(tmp_path)
+    ids = prompt(spec, 700)
+    pair = Pair(tmp_path, load_model(tmp_path, dtype=torch.float32), ids, hf_logits(hf, ids))
+    requests = PagedRequests(pair.ours, num_requests=2, capacity=704, page_size=32)
+    assert pair.error(requests.step({0: ids}, expanded=True)) < TOLERANCE
+    for begin, end in ((0, 333), (333, 640), (640, 690)):
+        logits = requests.step({1: ids[begin:end]}, expanded=begin != 640)
+        assert pair.error(logits, begin) < TOLERANCE
+    for i in range(690, 700):
+        assert pair.error(requests.step({1: ids[i : i + 1]}), i) < TOLERANCE
+
+
+def test_steps_and_requests_without_tokens_give_no_rows(tmp_path: Path) -> None:
+    spec = Spec("empty", "v3")
+    random_model(spec).save_pretrained(tmp_path)
+    requests = PagedRequests(load_model(tmp_path, dtype=torch.float32), num_requests=2)
+    expected = requests.step({0: [5, 6]})
+    for expanded in (False, True):
+        assert requests.step({0: []}, expanded=expanded).shape == (0, 160)
+    assert torch.equal(requests.step({0: [], 1: [5, 6]}), expected)
+
+
+@pytest.mark.parametrize("token", [-1, 160])
+def test_a_token_out_of_the_vocabulary_is_refused(token: int, tmp_path: Path) -> None:
+    random_model(Spec("ids", "v3")).save_pretrained(tmp_path)
+    requests = PagedRequests(load_model(tmp_path, dtype=torch.float32))
+    with pytest.raises(ValueError, match=rf"must be in 0\.\.159, got {token}"):
+        requests.step({0: [token]})
+
+
 @pytest.mark.parametrize(
     "name",
     [
