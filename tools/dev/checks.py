@@ -48,6 +48,7 @@ def lint(environment: Environment) -> list[Step]:
             [
                 ["mypy"],
                 ["mypy", "--strict", "--config-file=", *dev],
+                ["mypy", "--strict", "--config-file=", "tools/stubs.py", "tools/gpu_check.py"],
                 ["mypy", "--strict", "--config-file=", *scripts],
             ],
             "fix the types, or the stubs with `make stubs`",
@@ -73,7 +74,7 @@ def cpp_tests(environment: Environment, preset: str, title: str) -> Step:
         hint=f"run one test again: ctest --preset {preset} -R <name> --output-on-failure",
         key=digest([str(environment.folder), preset, *sources(*CPP_INPUTS)]),
         env=environment.variables,
-        repeat_closing_lines=True,
+        is_test=True,
     )
 
 
@@ -91,7 +92,7 @@ def python_tests(environment: Environment) -> Step:
         key=digest([str(environment.folder), *sources(".")]),
         echo=True,
         env={**environment.variables, "HF_HUB_OFFLINE": "1"},
-        repeat_closing_lines=True,
+        is_test=True,
     )
 
 
@@ -104,7 +105,7 @@ def packaging_tests(environment: Environment) -> Step:
         key=digest([str(environment.folder), *sources(".")]),
         echo=True,
         env=environment.variables,
-        repeat_closing_lines=True,
+        is_test=True,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -37,7 +38,7 @@ class Step:
     key: str = ""  # a digest of the inputs; empty: run every time
     echo: bool = False  # show the output as it comes
     env: dict[str, str] = field(default_factory=dict)
-    repeat_closing_lines: bool = False  # show the last lines again when the result is remembered
+    is_test: bool = False  # show what the test runner says at its end, also when remembered
 
     @property
     def slug(self) -> str:
@@ -60,10 +61,9 @@ class Runner:
         remembered = self._remembered(step)
         if remembered is not None:
             _say(f"==> {step.title}: up to date, nothing to do")
-            if step.repeat_closing_lines:
+            if step.is_test:
                 _say(f"    result of {remembered['when']}, same inputs (FORCE=1 runs it again):")
-                for line in _tail(log, 1):
-                    _say(f"    {line}")
+                _say("\n".join(_closing_lines(log)))
             return
         _say(f"==> {step.title} ({time.monotonic() - self._began:.0f} s since the start)")
         self._stamp(step).unlink(missing_ok=True)
@@ -73,6 +73,8 @@ class Runner:
                 status = self._execute(step, command, out)
                 if status != 0:
                     self._fail(step, command, status, log, time.monotonic() - began)
+        if step.is_test and not step.echo:
+            _say("\n".join(_closing_lines(log)))
         took = time.monotonic() - began
         self.ran.append((step.title, took))
         if step.key:
@@ -119,7 +121,7 @@ class Runner:
         for line in process.stdout:
             log.write(line)
             if step.echo:
-                sys.stdout.buffer.write(b"    " + line)
+                sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
         stop.set()
         return process.wait()
@@ -181,6 +183,12 @@ def _heartbeat(stop: threading.Event) -> None:
 def _tail(log: Path, lines: int) -> list[str]:
     text = log.read_text(errors="replace") if log.is_file() else ""
     return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def _closing_lines(log: Path) -> list[str]:
+    """What pytest or ctest says at its end: how many tests passed and failed."""
+    pattern = re.compile(r"\d+ (?:passed|failed)|tests passed,")
+    return [line for line in _tail(log, TAIL_LINES) if pattern.search(line)]
 
 
 def _say(text: str) -> None:

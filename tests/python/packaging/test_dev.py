@@ -86,7 +86,7 @@ def test_a_missing_program_is_a_failure_with_its_name(
 def test_a_remembered_test_step_shows_its_closing_line_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = Step("T", [counting(tmp_path / "n")], "", key="a", repeat_closing_lines=True)
+    step = Step("T", [counting(tmp_path / "n")], "", key="a", is_test=True)
     Runner(state=tmp_path / "state").run(step)
     capsys.readouterr()
     Runner(state=tmp_path / "state").run(step)
