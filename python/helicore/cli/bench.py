@@ -106,12 +106,12 @@ def _choose_rows(names: list[str] | None, known: dict[str, Row]) -> list[Row]:
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A status line on standard error that says what is being measured."""
+    """Says on standard error what is being measured: a status line, or lines in a log."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield lambda text: None
+        yield (lambda text: None) if quiet else note
         return
     with console.status("starting") as status:
         yield status.update
