@@ -97,6 +97,25 @@ def latency(
     _finish(report, json, out)
 
 
+@app.command("mla")
+def mla(
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    rounds: Rounds = 5,
+    num_threads: options.Threads = None,
+    json: options.Json = False,
+    out: Out = None,
+) -> None:
+    """Absorbed decode over paged latents, beside the same attention in torch."""
+    from helicore import ops
+    from helicore.bench import mla as bench
+
+    if num_threads is not None:
+        ops.set_num_threads(num_threads)
+    with _progress(json) as progress:
+        report = bench.run(device, rounds, progress)
+    _finish(report, json, out)
+
+
 def _choose_rows(names: list[str] | None, known: dict[str, Row]) -> list[Row]:
     unknown = [name for name in names or [] if name not in known]
     if unknown:
