@@ -102,20 +102,17 @@ def torch_decode(q: Tensor, cache: Tensor, block_table: Tensor, num_q: int) -> T
 
     batch, pages = block_table.shape
     keys = cache[block_table.long()].view(batch, pages * PAGE_SIZE, -1)
-    rows = q.view(batch, num_q * q.shape[1], -1)
-    scores = torch.baddbmm(
-        scores_mask(num_q, q.shape[1], keys.shape[1], q), rows, keys.transpose(1, 2), alpha=SCALE
-    )
-    weights = torch.softmax(scores.float(), -1).to(q.dtype)
-    return (weights @ keys[..., :KV_LORA_RANK]).view(*q.shape[:2], KV_LORA_RANK)
+    scores = torch.matmul(q.view(batch, num_q * q.shape[1], -1), keys.transpose(1, 2)) * SCALE
+    if num_q > 1:
+        scores += causal_mask(num_q, q.shape[1], keys.shape[1], q)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, keys[..., :KV_LORA_RANK]).view(*q.shape[:2], KV_LORA_RANK)
 
 
-def scores_mask(num_q: int, heads: int, context: int, like: Tensor) -> Tensor:
+def causal_mask(num_q: int, heads: int, context: int, like: Tensor) -> Tensor:
     """[num_q * heads, context]: -inf where a query token must not look."""
     import torch
 
-    if num_q == 1:
-        return torch.zeros((1, 1), dtype=like.dtype, device=like.device)
     bound = context - num_q + 1 + torch.arange(num_q, device=like.device)
     hidden = torch.arange(context, device=like.device)[None] >= bound[:, None]
     mask = torch.zeros((num_q, context), dtype=like.dtype, device=like.device)
@@ -182,11 +179,11 @@ def run(
 
     from helicore._core import core
 
+    if device_name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device_name!r}")
     device = torch.device(device_name)
     if device.type == "cuda" and not (core.cuda_compiled() and torch.cuda.is_available()):
         raise ValueError(f"device {device_name!r}: this build or this machine has no CUDA")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device_name!r}")
     report = Report("mla", [], environment.collect() | {"device": device_name})
     for shape in CPU_SHAPES if device.type == "cpu" else CUDA_SHAPES:
         progress(shape.name)
