@@ -48,7 +48,7 @@ class EngineCounters:
     kv_pages_in_use: int = 0
     """Pages held by running sequences; pages kept for reuse only do not count."""
     oldest_wait_steps: int = 0
-    """Steps for which the same sequence has been first in the queue: grows when nothing is admitted."""
+    """Steps for which the same sequence has been first in the queue; grows while it is blocked."""
     times: StepTimes = field(default_factory=StepTimes)
 
     @property

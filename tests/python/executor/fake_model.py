@@ -157,7 +157,7 @@ def fake_engine(
     seed: int = 0,
     **overrides: Any,
 ) -> tuple[Engine, FakeModel]:
-    """An engine over a FakeModel with a pool of num_pages pages (exact for pages of >= 16 tokens)."""
+    """An engine over a FakeModel with a pool of num_pages pages (more for tiny pages)."""
     page_bytes = block_size * ROW * NUM_LAYERS * 4
     config = EngineConfig(
         max_model_len=max_model_len,

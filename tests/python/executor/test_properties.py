@@ -137,7 +137,7 @@ def some_repeat_fails() -> bool:
     """Palindromic prompts match what was committed in reverse."""
     engine, _ = fake_engine()
     prompt = [2 + i % 40 for i in range(33)]
-    for name, tokens in (("a", prompt), ("b", prompt[:32][::-1] + [5])):
+    for name, tokens in (("a", prompt), ("b", [*prompt[:32][::-1], 5])):
         engine.add_request(name, tokens, SamplingParams(temperature=0, max_tokens=4))
         got: list[int] = []
         while engine.has_unfinished():

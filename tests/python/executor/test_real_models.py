@@ -125,7 +125,7 @@ def test_a_ragged_batch_gives_the_tokens_of_one_by_one(loaded: Loaded) -> None:
 
 def test_cached_prefixes_give_the_tokens_of_a_cold_start(loaded: Loaded) -> None:
     stem = ragged_prompts(1, seed=5)[0] * 3
-    prompts = [stem[: 20 + 9 * i] + [3 + i, 4, 5] for i in range(8)]
+    prompts = [[*stem[: 20 + 9 * i], 3 + i, 4, 5] for i in range(8)]
     cold = run_one_by_one(loaded.engine(enable_prefix_caching=False), prompts)
     engine = loaded.engine()
     generate(engine, [stem], GREEDY)
