@@ -158,6 +158,7 @@ class Engine:
             else:
                 updates += self._finish(step, *computed)
         self._update_gauges()
+        self._watch.mark("postprocess")
         return updates
 
     def _compute(self, step: Step) -> tuple[StepInputs, Sampled]:
@@ -172,14 +173,10 @@ class Engine:
 
     def _finish(self, step: Step, inputs: StepInputs, sampled: Sampled) -> list[SequenceUpdate]:
         """Sequences take in what was computed; those that ended leave."""
-        times = self.counters.times
-        detokenize = times.detokenize
         self._scheduler.advance(step)
         updates = self._post.run(inputs.sampled, sampled)
         for request_id in self._post.take_finished():
             self._requests.pop(request_id, None)
-        self._watch.mark("postprocess")
-        times.postprocess -= times.detokenize - detokenize
         return updates
 
     def _run_one_by_one(self, step: Step) -> list[SequenceUpdate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ class KVPool:
     def __init__(self, shape: PoolShape) -> None:
         self.page_size = shape.page_size
         page_bytes = [w * shape.page_size * shape.dtype.itemsize for w in shape.row_widths]
-        self._manager = kv.KVCacheManager(
+        manager = kv.KVCacheManager(
             kv.KVCacheManagerConfig(
                 tokens_per_block=shape.page_size,
                 cache_tiers=[kv.HostCacheTierConfig(shape.num_bytes)],
@@ -38,12 +39,22 @@ class KVPool:
                 max_util_for_resume=1.0,
             )
         )
-        self.num_pages = int(self._manager.num_total_blocks)
+        self._live_manager: kv.KVCacheManager | None = manager
+        self.num_pages = int(manager.num_total_blocks)
         self.block_table = np.full((shape.num_lanes, shape.max_pages), kv.BAD_PAGE_INDEX, np.int32)
         """int32 [lanes, pages]; entries past a lane's pages are arbitrary."""
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
         """Per layer [pages, page_size, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
+        # A program that ends without close() still gives the memory back before the interpreter
+        # takes the native module down.
+        weakref.finalize(self, _close_if_alive, weakref.ref(self))
+
+    @property
+    def _manager(self) -> kv.KVCacheManager:
+        if self._live_manager is None:
+            raise RuntimeError("the engine is closed")
+        return self._live_manager
 
     def available_pages(self) -> int:
         """Pages that are free, or kept only for reuse."""
@@ -94,9 +105,16 @@ class KVPool:
         self._manager.clear_reusable_blocks()
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back; lanes that are open are closed. Safe to call again."""
+        manager, self._live_manager = self._live_manager, None
+        if manager is None:
+            return
+        for lane, cache in enumerate(self._lanes):
+            if cache is not None:
+                cache.close()
+                self._lanes[lane] = None
         self.caches.clear()
-        self._manager.shutdown()
+        manager.shutdown()
 
     def _of(self, lanes: Sequence[int]) -> list[kv.KVCache]:
         caches = [self._lanes[lane] for lane in lanes]
@@ -107,3 +125,9 @@ class KVPool:
         """The manager's memory of one layer; row p is the page with base page index p."""
         pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE)).view(shape.dtype)
         return pages.view(len(pages), shape.page_size, width)
+
+
+def _close_if_alive(pool: weakref.ref[KVPool]) -> None:
+    target = pool()
+    if target is not None:
+        target.close()

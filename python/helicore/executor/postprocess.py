@@ -154,7 +154,9 @@ class PostProcessor:
             update.finish_reason, update.stop_reason = "stop", stop
             detokenizer.append([], True)
         update.detokenizer = detokenizer
-        self._counters.times.detokenize += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self._counters.times.detokenize += seconds
+        self._counters.times.postprocess -= seconds
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._scheduler.remove(sequence)
