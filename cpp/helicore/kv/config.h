@@ -31,7 +31,7 @@ struct HostCacheTierConfig {
 
 struct DiskCacheTierConfig {
   int64_t quota = 0;
-  std::string path;  // an existing directory
+  std::string path{};  // an existing directory
   static constexpr CacheTier kTier = CacheTier::kDisk;
   void validate() const;
   friend bool operator==(const DiskCacheTierConfig&, const DiskCacheTierConfig&) = default;
@@ -44,19 +44,19 @@ using CacheTierConfig = std::variant<GpuCacheTierConfig, HostCacheTierConfig, Di
 // One buffer of a layer: `size` bytes hold `tokens_per_block_override` tokens (default:
 // tokens_per_block).
 struct BufferConfig {
-  std::string role;                                  // unique inside its layer
-  int64_t size = 0;                                  // bytes of one block, > 0
-  std::optional<int32_t> tokens_per_block_override;  // divides tokens_per_block
+  std::string role{};                                               // unique inside its layer
+  int64_t size = 0;                                                 // bytes of one block, > 0
+  std::optional<int32_t> tokens_per_block_override = std::nullopt;  // divides tokens_per_block
   void validate() const;
   friend bool operator==(const BufferConfig&, const BufferConfig&) = default;
 };
 
 struct AttentionLayerConfig {
   int32_t layer_id = 0;
-  std::vector<BufferConfig> buffers;  // at least one
-  std::optional<int32_t>
-      sliding_window_size;                 // tokens, > 0, sinks not counted; none is full attention
-  std::optional<int32_t> num_sink_tokens;  // >= 0; > 0 needs a window
+  std::vector<BufferConfig> buffers{};  // at least one
+  // Tokens, > 0, sinks not counted; none is full attention.
+  std::optional<int32_t> sliding_window_size = std::nullopt;
+  std::optional<int32_t> num_sink_tokens = std::nullopt;  // >= 0; > 0 needs a window
   CacheDomain cache_domain = CacheDomain::kTarget;
   void validate() const;
   friend bool operator==(const AttentionLayerConfig&, const AttentionLayerConfig&) = default;
@@ -64,7 +64,7 @@ struct AttentionLayerConfig {
 
 struct SsmLayerConfig {
   int32_t layer_id = 0;
-  std::vector<BufferConfig> buffers;  // no overrides
+  std::vector<BufferConfig> buffers{};  // no overrides
   void validate() const;
   friend bool operator==(const SsmLayerConfig&, const SsmLayerConfig&) = default;
 };
@@ -83,7 +83,7 @@ struct KVCacheDesc {
 
 // A planned batch; `system_prompt_length` tokens are shared by every sequence.
 struct BatchDesc {
-  std::vector<KVCacheDesc> kv_caches;
+  std::vector<KVCacheDesc> kv_caches{};
   int32_t system_prompt_length = 0;
   void validate() const;
   friend bool operator==(const BatchDesc&, const BatchDesc&) = default;
@@ -96,17 +96,17 @@ struct SwaScratchReuseConfig {
 };
 
 struct KVCacheManagerConfig {
-  int32_t tokens_per_block = 0;              // > 0
-  std::vector<CacheTierConfig> cache_tiers;  // hot first; the first is GPU or HOST
-  std::vector<LayerConfig> layers;           // unique layer_id
-  double max_util_for_resume = 0.97;         // in (0, 1]
+  int32_t tokens_per_block = 0;                // > 0
+  std::vector<CacheTierConfig> cache_tiers{};  // hot first; the first is GPU or HOST
+  std::vector<LayerConfig> layers{};           // unique layer_id
+  double max_util_for_resume = 0.97;           // in (0, 1]
   bool enable_partial_reuse = true;
-  int32_t reuse_match_backoff = 0;     // tokens, >= 0
-  std::vector<BatchDesc> constraints;  // batches that must always fit
-  std::optional<BatchDesc> typical_step;
+  int32_t reuse_match_backoff = 0;       // tokens, >= 0
+  std::vector<BatchDesc> constraints{};  // batches that must always fit
+  std::optional<BatchDesc> typical_step = std::nullopt;
   // One positive share per layer group, sum 1 +- 1e-6.
-  std::optional<std::vector<double>> initial_pool_ratio;
-  std::optional<SwaScratchReuseConfig> swa_scratch_reuse;
+  std::optional<std::vector<double>> initial_pool_ratio = std::nullopt;
+  std::optional<SwaScratchReuseConfig> swa_scratch_reuse = std::nullopt;
   bool commit_min_snapshot = false;  // must be true with SSM layers
   bool enable_stats = true;
   bool text_only = false;

@@ -30,17 +30,17 @@ struct PoolGroupDesc {
   PoolGroupId pool_group{0};
   CacheDomain domain = CacheDomain::kTarget;
   int32_t num_slots = 0;
-  std::vector<PoolDesc> pools;
-  std::vector<SlotDescVariant> variants;
+  std::vector<PoolDesc> pools{};
+  std::vector<SlotDescVariant> variants{};
 };
 
 // What create_kv_cache() may be told.
 struct CreateOptions {
-  ReuseScope reuse_scope;
-  std::span<const TokenId> input_tokens;          // matched against the tree; may be empty
-  std::optional<int64_t> id;                      // default: a running number
-  int priority = kPriorityDefault;                // of the pages it makes, 0..100, lower goes first
-  std::optional<int64_t> expected_prompt_length;  // tokens, for the miss counters
+  ReuseScope reuse_scope{};
+  std::span<const TokenId> input_tokens{};   // matched against the tree; may be empty
+  std::optional<int64_t> id = std::nullopt;  // default: a running number
+  int priority = kPriorityDefault;           // of the pages it makes, 0..100, lower goes first
+  std::optional<int64_t> expected_prompt_length = std::nullopt;  // tokens, for the miss counters
 };
 
 // One lock guards all shared state: mutating calls and the caches' slow paths take it exclusively,

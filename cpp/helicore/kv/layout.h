@@ -22,7 +22,7 @@ namespace helicore::kv {
 
 struct BufferId {
   int32_t layer_id = 0;
-  std::string role;
+  std::string role{};
   friend auto operator<=>(const BufferId&, const BufferId&) = default;
   friend bool operator==(const BufferId&, const BufferId&) = default;
 };
@@ -63,14 +63,14 @@ struct CoalescedBuffer {
 // How one life cycle reads the slots of its group: one coalesced buffer per pool.
 struct SlotDescVariant {
   LifeCycleId life_cycle{0};
-  std::vector<CoalescedBuffer> coalesced_buffers;
+  std::vector<CoalescedBuffer> coalesced_buffers{};
   friend bool operator==(const SlotDescVariant&, const SlotDescVariant&) = default;
 };
 
 struct PoolGroupLayout {
   CacheDomain domain = CacheDomain::kTarget;
-  std::vector<int64_t> piece_bytes;  // per pool, descending
-  std::vector<SlotDescVariant> variants;
+  std::vector<int64_t> piece_bytes{};  // per pool, descending
+  std::vector<SlotDescVariant> variants{};
   [[nodiscard]] int64_t slot_bytes() const noexcept;
 };
 

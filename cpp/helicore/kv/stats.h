@@ -31,8 +31,8 @@ struct KVCacheStats {
 struct PoolGroupStatistics {
   PoolGroupId pool_group{0};
   CacheDomain domain = CacheDomain::kTarget;
-  std::vector<int64_t> slot_sizes;  // bytes per pool
-  int64_t total = 0;                // slots
+  std::vector<int64_t> slot_sizes{};  // bytes per pool
+  int64_t total = 0;                  // slots
   int64_t free = 0;
   int64_t evictable = 0;
   [[nodiscard]] int64_t available() const noexcept { return free + evictable; }

@@ -56,9 +56,9 @@ enum class CommitState : uint8_t { kAllowed = 0, kVirtualStop = 1, kUserStop = 2
 // salt is not adapter X, an empty salt is not the absence of one, and a reloaded adapter (next
 // generation) is another one.
 struct ReuseScope {
-  std::optional<int64_t> lora_id;                           // >= 0
-  std::variant<std::monostate, int64_t, std::string> salt;  // none, a number or a string
-  int64_t lora_generation = 0;                              // >= 0; needs lora_id when not 0
+  std::optional<int64_t> lora_id = std::nullopt;              // >= 0
+  std::variant<std::monostate, int64_t, std::string> salt{};  // none, a number or a string
+  int64_t lora_generation = 0;                                // >= 0; needs lora_id when not 0
 
   // Throws InvalidArgument.
   void validate() const;

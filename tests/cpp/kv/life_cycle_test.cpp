@@ -1,0 +1,88 @@
+#include "helicore/kv/life_cycle.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "helicore/core/error.h"
+#include "kv/kv_configs.h"
+
+namespace helicore::kv::testing {
+namespace {
+
+// A block is stale when no position from `history` on attends to any of its tokens: the slow
+// definition.
+bool is_stale(const LifeCycle& lc, int32_t history, int32_t block, int32_t tpb) {
+  if (block * tpb >= history) return false;  // not history yet
+  if (!lc.window || block < lc.num_sink_blocks) return false;
+  for (int32_t token = block * tpb; token < (block + 1) * tpb; ++token) {
+    if (token > history - *lc.window) return false;  // the query at `history` reads it
+  }
+  return true;
+}
+
+TEST(LifeCycle, stale_ranges_agree_with_the_definition) {
+  for (int32_t tpb : {1, 4, 32}) {
+    for (int32_t sinks : {0, 1, 3}) {
+      for (int32_t window : {1, 2, 4, 5, 33, 64}) {
+        const LifeCycle lc{.window = window, .num_sink_blocks = sinks};
+        for (int32_t history = 0; history < 200; ++history) {
+          const auto range = lc.stale_range(history, tpb);
+          for (int32_t block = 0; block * tpb < history + 2 * tpb; ++block) {
+            ASSERT_EQ(range.contains(block), is_stale(lc, history, block, tpb))
+                << "tpb " << tpb << " sinks " << sinks << " window " << window << " history "
+                << history << " block " << block;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LifeCycle, full_attention_never_has_stale_blocks) {
+  const LifeCycle lc;
+  for (int32_t history : {0, 1, 31, 32, 1000}) EXPECT_TRUE(lc.stale_range(history, 32).empty());
+}
+
+TEST(LifeCycle, a_window_in_flight_keeps_the_block_of_its_first_token) {
+  const LifeCycle lc{.window = 128};
+  EXPECT_TRUE(lc.stale_range(158, 32).empty()) << "position 158 still reads token 31";
+  EXPECT_EQ(lc.stale_range(159, 32).end, 1);
+}
+
+TEST(LifeCycle, layers_share_a_life_cycle_exactly_when_their_keys_are_equal) {
+  KVCacheManagerConfig config = attention_config(4, 8);
+  const std::vector<BufferConfig> buffers{{"k", 64}};
+  config.layers = {
+      AttentionLayerConfig{10, buffers},
+      AttentionLayerConfig{11, buffers, 64},
+      AttentionLayerConfig{12, buffers, 64, 4},
+      AttentionLayerConfig{13, buffers, {}, {}, CacheDomain::kDraft},
+      AttentionLayerConfig{14, buffers, {}, 0},
+      AttentionLayerConfig{15, buffers, 64, 3},
+  };
+  const LifeCycleRegistry registry(config);
+  ASSERT_EQ(registry.count(), 4u);
+  EXPECT_EQ(registry.of_layer(10), registry.of_layer(14));
+  EXPECT_EQ(registry.of_layer(12), registry.of_layer(15)) << "3 and 4 sinks are one block";
+  EXPECT_EQ(registry.of_layer(11).value(), 1);
+  EXPECT_EQ(registry.of_layer(13).value(), 3);
+  EXPECT_EQ(registry[registry.of_layer(13)].domain, CacheDomain::kDraft);
+  EXPECT_FALSE(registry.ssm_life_cycle_id().has_value());
+  EXPECT_THROW((void)registry.of_layer(99), InvalidArgument);
+  EXPECT_THROW((void)registry.id_of(LifeCycle{.window = 7}), InvalidArgument);
+}
+
+TEST(LifeCycle, recurrent_layers_share_one_life_cycle_of_the_target) {
+  KVCacheManagerConfig config = attention_config(4, 8);
+  config.layers = {SsmLayerConfig{0, {{"s", 64}}}, AttentionLayerConfig{1, {{"k", 64}}},
+                   SsmLayerConfig{2, {{"s", 32}}}};
+  const LifeCycleRegistry registry(config);
+  EXPECT_EQ(registry.count(), 2u);
+  ASSERT_TRUE(registry.ssm_life_cycle_id().has_value());
+  EXPECT_EQ(registry.ssm_life_cycle_id()->value(), 0);
+  EXPECT_EQ(registry[*registry.ssm_life_cycle_id()].stale_range(9, 4).end, 2);
+}
+
+}  // namespace
+}  // namespace helicore::kv::testing

@@ -1,0 +1,83 @@
+#include "helicore/kv/slot_allocator.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+
+#include "helicore/core/error.h"
+
+namespace helicore::kv {
+namespace {
+
+// Releases `slot` although it is free; what must happen depends on the build.
+void release_again(SlotAllocator& slots, SlotId slot) {
+#ifdef HELICORE_DEBUG_CHECKS
+  EXPECT_THROW(slots.release(slot), InternalError);
+#else
+  const uint64_t before = slots.num_double_releases();
+  slots.release(slot);
+  EXPECT_EQ(slots.num_double_releases(), before + 1);
+#endif
+}
+
+TEST(SlotAllocator, a_slot_released_twice_is_free_once) {
+  SlotAllocator slots(4);
+  const SlotId b = slots.allocate();
+  (void)slots.allocate();
+  slots.release(b);
+  release_again(slots, b);
+  release_again(slots, b);
+  EXPECT_EQ(slots.num_free(), 3);
+  std::set<int32_t> handed_out;
+  while (slots.num_free() > 0) handed_out.insert(slots.allocate().value());
+  EXPECT_EQ(handed_out.size(), 3u) << "a slot went to two owners";
+}
+
+TEST(SlotAllocator, releasing_a_slot_that_was_never_handed_out_is_ignored_or_refused) {
+  SlotAllocator slots(2);
+  release_again(slots, SlotId(1));
+  release_again(slots, SlotId(-1));
+  release_again(slots, SlotId(2));
+  EXPECT_EQ(slots.num_free(), 2);
+}
+
+TEST(SlotAllocator, recycles_the_oldest_release_before_a_fresh_slot) {
+  SlotAllocator slots(4);
+  const SlotId a = slots.allocate();
+  const SlotId b = slots.allocate();
+  slots.release(b);
+  slots.release(a);
+  EXPECT_EQ(slots.allocate(), b);
+  EXPECT_EQ(slots.allocate(), a);
+  EXPECT_EQ(slots.allocate(), SlotId(2));
+}
+
+TEST(SlotAllocator, an_empty_allocator_has_nothing_free) {
+  SlotAllocator slots(0);
+  EXPECT_EQ(slots.num_free(), 0);
+}
+
+TEST(SlotAllocator, random_use_agrees_with_a_set) {
+  std::mt19937 random(3);
+  SlotAllocator slots(70);
+  std::vector<SlotId> held;
+  std::set<int32_t> model;
+  for (int i = 0; i < 20000; ++i) {
+    if (slots.num_free() > 0 && (held.empty() || random() % 2 == 0)) {
+      held.push_back(slots.allocate());
+      ASSERT_TRUE(model.insert(held.back().value()).second) << "slot handed out twice";
+    } else {
+      const size_t at = random() % held.size();
+      slots.release(held[at]);
+      model.erase(held[at].value());
+      held[at] = held.back();
+      held.pop_back();
+    }
+    ASSERT_EQ(static_cast<size_t>(slots.num_free()) + model.size(), 70u);
+    for (int32_t s = 0; s < 70; ++s) ASSERT_EQ(slots.in_use(SlotId(s)), model.count(s) > 0);
+  }
+}
+
+}  // namespace
+}  // namespace helicore::kv
