@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from helicore.models.config import ModelConfig
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step. All tensors are on the model's device, contiguous; T tokens of B requests.
 
     Requests are in the order of their query tokens; those that run the absorbed kernel (few query
-    tokens: decode, small chunks) come first. The model reads the tensors and keeps none of them.
+    tokens: decode, small chunks) come first. A caller that fills the tensors anew may pass the same
+    object again: a model may keep what follows from their memory and shapes, never from contents.
     """
 
     token_ids: Tensor

@@ -4,6 +4,7 @@ A family adds what its checkpoints hold besides; see `deepseek_v2.py` and `deeps
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from helicore.models.config import ModelConfig
 from helicore.models.mla import AttentionStep, LatentAttention
 from helicore.models.module import WeightModule
 from helicore.models.moe import GatedMlp, MixtureOfExperts
+from helicore.models.plan import MAX_TOKENS, Operators, Plan, Recorder
 from helicore.models.rope import rope_of
 from helicore.models.weights import Checkpoint, WeightReader
 
@@ -44,14 +46,18 @@ class DecoderLayer(WeightModule):
         self.publish()
 
     def forward(
-        self, delta: Tensor, residual: Tensor, step: AttentionStep, cache: Tensor
+        self, delta: Tensor | None, residual: Tensor, step: AttentionStep, cache: Tensor
     ) -> Tensor:
         """Adds `delta` and the attention's output to `residual` in place; returns the feed-forward
         block's output, which the next layer adds. All [T, hidden]."""
-        h = ops.add_rms_norm(delta, residual, self.input_norm, self.eps)
+        do = step.ops
+        if delta is None:
+            h = do.rms_norm(residual, self.input_norm, self.eps)
+        else:
+            h = do.add_rms_norm(delta, residual, self.input_norm, self.eps)
         h = self.attention(h, step, cache)
-        h = ops.add_rms_norm(h, residual, self.post_norm, self.eps)
-        out: Tensor = self.mlp(h)
+        h = do.add_rms_norm(h, residual, self.post_norm, self.eps)
+        out: Tensor = self.mlp(h, do)
         return out
 
 
@@ -62,6 +68,8 @@ class DeepseekModel(WeightModule, CausalLM):
     cos_sin: Tensor
     norm: Tensor
     lm_head: Tensor
+    _plan: Plan | None
+    _last_batch: ForwardBatch | None
 
     def __init__(
         self,
@@ -103,14 +111,45 @@ class DeepseekModel(WeightModule, CausalLM):
         tied_head = config.tie_word_embeddings and name == "lm_head.weight"
         return tied_head or name.endswith(".rotary_emb.inv_freq")
 
+    def publish(self) -> None:
+        super().publish()
+        self._plan = self._last_batch = None
+
     def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:
-        c = self.config
-        step = AttentionStep.of(batch, self.cos_sin)
-        delta = ops.embedding(batch.token_ids, self.embedding)
-        residual = torch.zeros_like(delta)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            delta = layer(delta, residual, step, cache)
+        plan = None if torch.compiler.is_compiling() else self._plan_for(batch, caches)
+        if plan is not None:
+            delta, residual = plan.run()
+        else:
+            delta, residual = self._run_layers(batch, caches, cast("Operators", ops))
         rows = batch.logits_rows
         residual, delta = residual.index_select(0, rows), delta.index_select(0, rows)
-        h = ops.add_rms_norm(delta, residual, self.norm, c.rms_norm_eps)
-        return ops.linear(h, self.lm_head, c.vocab_size, out_dtype=torch.float32)
+        h = ops.add_rms_norm(delta, residual, self.norm, self.config.rms_norm_eps)
+        return ops.linear(h, self.lm_head, self.config.vocab_size, out_dtype=torch.float32)
+
+    def _run_layers(
+        self, batch: ForwardBatch, caches: Sequence[Tensor], operators: Operators
+    ) -> tuple[Tensor, Tensor]:
+        """(output of the last layer, residual stream without it), both [T, hidden]."""
+        step = AttentionStep.of(batch, self.cos_sin, operators)
+        residual = operators.embedding(batch.token_ids, self.embedding)
+        delta: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            if isinstance(operators, Recorder):
+                operators.begin_layer()
+            delta = layer(delta, residual, step, cache)
+        assert delta is not None
+        return delta, residual
+
+    def _plan_for(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Plan | None:
+        """The plan of this batch; made when it comes for the second time in a row."""
+        plan = self._plan
+        if plan is not None and plan.batch is batch and plan.caches is caches:
+            return plan
+        seen, self._last_batch = self._last_batch is batch, batch
+        absorbed = batch.num_absorbed == batch.kv_len.shape[0]
+        if not seen or not absorbed or batch.token_ids.shape[0] > MAX_TOKENS:
+            return None
+        recorder = Recorder()
+        delta, residual = self._run_layers(batch, caches, recorder)
+        self._plan = Plan(batch, caches, recorder.calls, delta, residual)
+        return self._plan

@@ -14,6 +14,7 @@ from helicore import ops
 from helicore.models.base import ForwardBatch
 from helicore.models.config import ModelConfig
 from helicore.models.module import WeightModule
+from helicore.models.plan import Operators
 from helicore.models.weights import WeightReader
 
 
@@ -35,14 +36,15 @@ class AttentionStep:
     positions: Tensor
     slots: Tensor
     cos_sin: Tensor
+    ops: Operators
     absorbed: AttentionPart | None
     expanded: AttentionPart | None
 
     @classmethod
-    def of(cls, batch: ForwardBatch, cos_sin: Tensor) -> "AttentionStep":
+    def of(cls, batch: ForwardBatch, cos_sin: Tensor, operators: Operators) -> "AttentionStep":
         requests, tokens = batch.kv_len.shape[0], batch.token_ids.shape[0]
         n, t = batch.num_absorbed, batch.num_absorbed_tokens
-        step = cls(batch.positions, batch.slots, cos_sin, None, None)
+        step = cls(batch.positions, batch.slots, cos_sin, operators, None, None)
         if n > 0:
             step.absorbed = _part(batch, 0, n, 0, t)
         if n < requests:
@@ -128,9 +130,10 @@ class LatentAttention(WeightModule):
 
     def forward(self, h: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
         """h [T, hidden] -> [T, hidden]; appends the step's rows to the cache first."""
-        first = ops.linear(h, self.qkv_a, self.first_width + self.kv_width, self.qkv_a_bias)
+        do = step.ops
+        first = do.linear(h, self.qkv_a, self.first_width + self.kv_width, self.qkv_a_bias)
         q, kv_a = first[:, : self.first_width], first[:, self.first_width :]
-        ops.mla_append(
+        do.mla_append(
             kv_a,
             cache,
             step.slots,
@@ -142,10 +145,10 @@ class LatentAttention(WeightModule):
             self.interleaved,
         )
         if self.q_b is not None and self.q_norm is not None:
-            q = ops.linear(ops.rms_norm(q, self.q_norm, self.norm_eps), self.q_b, self.q_width)
+            q = do.linear(do.rms_norm(q, self.q_norm, self.norm_eps), self.q_b, self.q_width)
         q = q.view(q.shape[0], self.num_heads, self.head_dim)
         o = self._attend(q, step, cache)
-        return ops.linear(o, self.o_proj, self.hidden, self.o_bias)
+        return do.linear(o, self.o_proj, self.hidden, self.o_bias)
 
     def _attend(self, q: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
         if step.expanded is None:
@@ -164,12 +167,12 @@ class LatentAttention(WeightModule):
         self, q: Tensor, step: AttentionStep, part: AttentionPart, cache: Tensor
     ) -> Tensor:
         """q [t, heads, nope + rope] not rotated -> [t, heads * v]."""
-        q = ops.mla_absorb(
+        do, scale = step.ops, self.softmax_scale
+        q = do.mla_absorb(
             q, self.w_absorb, self.rank, part.positions, step.cos_sin, self.interleaved
         )
-        scale = self.softmax_scale
-        o = ops.mla_decode(q, cache, part.block_table, part.cu_q, part.kv_len, scale, self.rank)
-        return ops.mla_project_v(o, self.w_uv, self.v)
+        o = do.mla_decode(q, cache, part.block_table, part.cu_q, part.kv_len, scale, self.rank)
+        return do.mla_project_v(o, self.w_uv, self.v)
 
     def _expanded(
         self, q: Tensor, step: AttentionStep, part: AttentionPart, cache: Tensor

@@ -6,6 +6,7 @@ from torch import Tensor
 from helicore import ops
 from helicore.models.config import ModelConfig, MoeConfig
 from helicore.models.module import WeightModule
+from helicore.models.plan import Operators
 from helicore.models.weights import WeightReader
 
 
@@ -27,9 +28,9 @@ class GatedMlp(WeightModule):
         self.register_buffer("down", ops.pack_linear(w.take("down_proj.weight", hidden, size)))
         self.publish()
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, operators: Operators) -> Tensor:
         """h [T, hidden] -> [T, hidden]."""
-        return ops.mlp(h, self.gate_up, self.down, self.size, self.hidden)
+        return operators.mlp(h, self.gate_up, self.down, self.size, self.hidden)
 
 
 class MixtureOfExperts(WeightModule):
@@ -74,10 +75,10 @@ class MixtureOfExperts(WeightModule):
                 packed[e] = one
             self.register_buffer(name, packed)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, operators: Operators) -> Tensor:
         """h [T, hidden] -> [T, hidden]."""
         shared = self.shared
-        return ops.moe_block(
+        return operators.moe_block(
             h,
             self.gate,
             self.gate_bias,
