@@ -10,6 +10,7 @@
 #include "helicore/core/error.h"
 #include "helicore/moe/experts.h"
 #include "helicore/moe/router.h"
+#include "helicore/nn/parallel.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,7 +22,17 @@ using OptionalTensor = std::optional<TensorView>;
 
 const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
 
-int64_t rows_of(const TensorView& t) { return t.ndim > 0 ? t.shape[0] : 0; }
+// Nanoseconds of the router: every row of x with every element of the gate.
+double route_ns(const TensorView& x, const TensorView& gate) {
+  return nn::product_ns(x.ndim > 0 ? x.shape[0] : 0, gate.numel(), 1);
+}
+
+// Nanoseconds of top_k experts of three [intermediate, D] matrices and the shared one for each row
+// of x.
+double experts_ns(const TensorView& x, int64_t top_k, int64_t intermediate,
+                  int64_t shared_intermediate) {
+  return nn::product_ns(1, 3 * (top_k * intermediate + shared_intermediate), x.numel());
+}
 
 moe::Scoring scoring_of(const std::string& name) {
   if (name == "sigmoid") return moe::Scoring::kSigmoid;
@@ -78,7 +89,7 @@ void bind_router(nb::module_& m) {
       "route",
       [](const TensorView& x, const TensorView& gate, const OptionalTensor& bias,
          const moe::RouterConfig& config, const TensorView& ids, const TensorView& weights) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(route_ns(x, gate));
         moe::route(x, gate, pointer(bias), config, ids, weights);
       },
       "x"_a, "gate"_a, "bias"_a.none(), "config"_a, "ids"_a, "weights"_a,
@@ -87,7 +98,7 @@ void bind_router(nb::module_& m) {
       "select_experts",
       [](const TensorView& logits, const OptionalTensor& bias, const moe::RouterConfig& config,
          const TensorView& ids, const TensorView& weights) {
-        ReleaseGilForRows release(rows_of(logits));
+        ReleaseGilIfLong release(static_cast<double>(logits.numel()) * 3.0);
         moe::select_experts(logits, pointer(bias), config, ids, weights);
       },
       "logits"_a, "bias"_a.none(), "config"_a, "ids"_a, "weights"_a,
@@ -112,7 +123,8 @@ void bind_experts(nb::module_& m) {
          const TensorView& w13, const TensorView& w2, const OptionalTensor& shared_w13,
          const OptionalTensor& shared_w2, const TensorView& out, int64_t intermediate,
          int64_t shared_intermediate) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(
+            experts_ns(x, ids.ndim == 2 ? ids.shape[1] : 1, intermediate, shared_intermediate));
         moe::moe_forward(
             x, ids, weights,
             expert_tensors(w13, w2, shared_w13, shared_w2, intermediate, shared_intermediate), out);
@@ -126,7 +138,8 @@ void bind_experts(nb::module_& m) {
          const moe::RouterConfig& config, const TensorView& w13, const TensorView& w2,
          const OptionalTensor& shared_w13, const OptionalTensor& shared_w2, const TensorView& out,
          int64_t intermediate, int64_t shared_intermediate) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(route_ns(x, gate) +
+                                 experts_ns(x, config.top_k, intermediate, shared_intermediate));
         moe::moe_block(x,
                        moe::MoeBlock{.gate = gate,
                                      .bias = pointer(bias),

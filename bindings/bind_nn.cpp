@@ -10,6 +10,7 @@
 #include "helicore/core/error.h"
 #include "helicore/nn/elementwise.h"
 #include "helicore/nn/linear.h"
+#include "helicore/nn/parallel.h"
 #include "helicore/nn/sampling.h"
 
 namespace nb = nanobind;
@@ -22,7 +23,16 @@ using OptionalTensor = std::optional<TensorView>;
 
 const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
 
-int64_t rows_of(const TensorView& t) { return t.ndim > 0 ? t.shape[0] : 0; }
+// Nanoseconds of a pass over all elements.
+double pass_ns(const TensorView& t, double ns_per_element) {
+  return static_cast<double>(t.numel()) * ns_per_element;
+}
+
+// Nanoseconds of multiplying each row of x with every element of packed weights.
+double product_ns(const TensorView& x, const TensorView& packed) {
+  const int64_t rows = x.ndim > 0 ? x.shape[0] : 0;
+  return nn::product_ns(rows, packed.numel(), 1);
+}
 
 void bind_linear(nb::module_& m) {
   m.def(
@@ -42,7 +52,7 @@ void bind_linear(nb::module_& m) {
       "linear",
       [](const TensorView& x, const TensorView& packed, const TensorView& out, int64_t out_features,
          const OptionalTensor& bias, const OptionalTensor& residual, bool silu_mul) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(product_ns(x, packed));
         nn::linear(nn::LinearTensors{
             .x = x,
             .packed = packed,
@@ -58,7 +68,7 @@ void bind_linear(nb::module_& m) {
   m.def(
       "batched_linear",
       [](const TensorView& x, const TensorView& packed, const TensorView& out) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(product_ns(x, packed));
         nn::batched_linear(x, packed, out);
       },
       "x"_a, "packed"_a, "out"_a, "out[t, h] = x[t, h] times the packed matrix of head h.");
@@ -66,7 +76,7 @@ void bind_linear(nb::module_& m) {
       "mlp",
       [](const TensorView& x, const TensorView& packed_gate_up, const TensorView& packed_down,
          const TensorView& out, int64_t intermediate, const OptionalTensor& residual) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(product_ns(x, packed_gate_up) + product_ns(x, packed_down));
         nn::mlp(nn::MlpTensors{.x = x,
                                .packed_gate_up = packed_gate_up,
                                .packed_down = packed_down,
@@ -82,7 +92,7 @@ void bind_elementwise(nb::module_& m) {
   m.def(
       "rms_norm",
       [](const TensorView& x, const TensorView& weight, float eps, const TensorView& out) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(pass_ns(x, 0.3));
         nn::rms_norm(x, weight, eps, out);
       },
       "x"_a, "weight"_a, "eps"_a, "out"_a, "RMS norm of rows.");
@@ -90,7 +100,7 @@ void bind_elementwise(nb::module_& m) {
       "add_rms_norm",
       [](const TensorView& x, const TensorView& residual, const TensorView& weight, float eps,
          const TensorView& out) {
-        ReleaseGilForRows release(rows_of(x));
+        ReleaseGilIfLong release(pass_ns(x, 0.4));
         nn::add_rms_norm(x, residual, weight, eps, out);
       },
       "x"_a, "residual"_a, "weight"_a, "eps"_a, "out"_a,
@@ -98,14 +108,14 @@ void bind_elementwise(nb::module_& m) {
   m.def(
       "silu_mul",
       [](const TensorView& gate_up, const TensorView& out) {
-        ReleaseGilForRows release(rows_of(gate_up));
+        ReleaseGilIfLong release(pass_ns(gate_up, 0.2));
         nn::silu_mul(gate_up, out);
       },
       "gate_up"_a, "out"_a, "out = silu(gate) * up.");
   m.def(
       "embedding",
       [](const TensorView& ids, const TensorView& table, const TensorView& out) {
-        ReleaseGilForRows release(rows_of(ids));
+        ReleaseGilIfLong release(pass_ns(out, 0.1));
         nn::embedding(ids, table, out);
       },
       "ids"_a, "table"_a, "out"_a, "out[i] = table[ids[i]]; an id out of range is a ValueError.");
@@ -117,7 +127,7 @@ void bind_sampling(nb::module_& m) {
       [](const TensorView& logits, const TensorView& temperature, const TensorView& top_k,
          const TensorView& top_p, const TensorView& min_p, const TensorView& seed,
          const TensorView& position, const TensorView& ids, const OptionalTensor& logprobs) {
-        ReleaseGilForRows release(rows_of(logits));
+        ReleaseGilIfLong release(pass_ns(logits, 1.5));
         nn::sample(nn::SampleTensors{.logits = logits,
                                      .temperature = temperature,
                                      .top_k = top_k,
@@ -134,7 +144,7 @@ void bind_sampling(nb::module_& m) {
       "top_logprobs",
       [](const TensorView& logits, const TensorView& ids, const TensorView& logprobs,
          const TensorView& ranks, const TensorView& top_ids, const TensorView& top_values) {
-        ReleaseGilForRows release(rows_of(logits));
+        ReleaseGilIfLong release(pass_ns(logits, 0.8));
         nn::top_logprobs(nn::LogprobTensors{.logits = logits,
                                             .ids = ids,
                                             .logprobs = logprobs,
@@ -152,7 +162,7 @@ void bind_penalties(nb::module_& m) {
       [](const TensorView& logits, const TensorView& prompt_row_ptr, const TensorView& prompt_ids,
          const TensorView& output_row_ptr, const TensorView& output_ids,
          const TensorView& repetition, const TensorView& presence, const TensorView& frequency) {
-        ReleaseGilForRows release(rows_of(logits));
+        ReleaseGilIfLong release(pass_ns(prompt_ids, 2.0) + pass_ns(output_ids, 4.0));
         nn::apply_penalties(nn::PenaltyTensors{.logits = logits,
                                                .prompt = {prompt_row_ptr, prompt_ids},
                                                .output = {output_row_ptr, output_ids},

@@ -10,11 +10,24 @@ namespace helicore::bindings {
 
 // A kernel over a few rows takes microseconds: giving the GIL up for it would let another Python
 // thread keep it for a whole switch interval. Kernels never call back into Python, so holding it
-// cannot deadlock.
-inline constexpr int64_t kRowsWorthReleasing = 32;
+// cannot deadlock. The estimate is rough and for one thread.
+class ReleaseGilIfLong {
+ public:
+  static constexpr double kWorthReleasingNs = 5e4;
 
+  explicit ReleaseGilIfLong(double estimated_ns) {
+    if (estimated_ns >= kWorthReleasingNs) release_.emplace();
+  }
+
+ private:
+  std::optional<nanobind::gil_scoped_release> release_;
+};
+
+// The same, for calls whose length goes with the number of rows alone.
 class ReleaseGilForRows {
  public:
+  static constexpr int64_t kRowsWorthReleasing = 32;
+
   explicit ReleaseGilForRows(int64_t rows) {
     if (rows >= kRowsWorthReleasing) release_.emplace();
   }

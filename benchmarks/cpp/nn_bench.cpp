@@ -3,7 +3,7 @@
 //   nn_bench --benchmark_filter=linear --benchmark_repetitions=5
 //
 // `threads` is the last argument of each case. Rates: GB/s of weights for few rows, GFLOP/s for
-// many. The case `peak_dpbf16` measures what one core can do at most.
+// many.
 #include <benchmark/benchmark.h>
 
 #include <cstdint>
@@ -82,10 +82,34 @@ BENCHMARK(bm_linear)
     ->ArgsProduct({{512}, {2048}, {2048}, {0, 1}, {1}})
     ->UseRealTime();
 
-// Sixteen independent chains of the multiply-accumulate that the kernels use: the peak of one core.
+// Arguments: rows, instruction set (0 generic, 1 AVX2, 2 AVX-512, 3 AVX512-BF16). K 256, N 1024,
+// bfloat16.
+void bm_linear_isa(benchmark::State& state) {
+  const auto isa = static_cast<Isa>(state.range(1));
+  if (isa > detected_isa()) return state.SkipWithError("this CPU lacks the instruction set");
+  set_isa(isa);
+  set_num_threads(1);
+  const int64_t t = state.range(0), n = 1024, k = 256;
+  Tensor x(DType::kBFloat16, {t, k}), out(DType::kBFloat16, {t, n});
+  Tensor w = packed(DType::kBFloat16, {}, n, k);
+  for (auto _ : state) {
+    nn::linear(
+        nn::LinearTensors{.x = x.view, .packed = w.view, .out = out.view, .out_features = n});
+    benchmark::ClobberMemory();
+  }
+  set_isa(detected_isa());
+  state.counters["GFLOP/s"] = benchmark::Counter(
+      static_cast<double>(state.iterations()) * 2e-9 * static_cast<double>(t * n * k),
+      benchmark::Counter::kIsRate);
+}
+BENCHMARK(bm_linear_isa)
+    ->Name("linear_isa")
+    ->ArgNames({"rows", "isa"})
+    ->ArgsProduct({{1, 16, 512}, {0, 1, 2, 3}});
+
+// A product whose operands stay in the first-level cache, without the parallel frame.
 void bm_peak(benchmark::State& state) {
   set_num_threads(1);
-  // A product whose operands stay in the first-level cache.
   const int64_t t = 6, n = 64, k = 64;
   Tensor x(DType::kBFloat16, {t, k}), out(DType::kFloat32, {t, n});
   Tensor w = packed(DType::kBFloat16, {}, n, k);

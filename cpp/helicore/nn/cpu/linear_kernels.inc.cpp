@@ -23,7 +23,7 @@ constexpr int kBlocks = 4;      // for more rows
 constexpr int kWideRows = 2;
 #elif defined(HELICORE_SIMD_AVX2)
 constexpr int kWideBlocks = 4;
-constexpr int kBlocks = 2;
+constexpr int kBlocks = 1;  // 4 x 1: sixteen registers hold no wider tile
 constexpr int kWideRows = 1;
 #else
 constexpr int kWideBlocks = 1;
@@ -36,7 +36,7 @@ template <typename X, typename W>
 constexpr int row_tile() {
 #if defined(HELICORE_SIMD_BF16)
   return sizeof(X) == 2 && sizeof(W) == 2 ? 6 : 4;
-#elif defined(HELICORE_SIMD_AVX512)
+#elif defined(HELICORE_SIMD_AVX512) || defined(HELICORE_SIMD_AVX2)
   return 4;
 #else
   return 2;
@@ -82,6 +82,13 @@ inline void broadcast_pair(const BFloat16* x, VF& even, VF& odd) {
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
   odd.v =
       _mm512_castsi512_ps(_mm512_and_si512(u, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+#elif defined(HELICORE_SIMD_AVX2)
+  uint32_t pair;
+  std::memcpy(&pair, x, sizeof(pair));
+  const __m256i u = _mm256_set1_epi32(static_cast<int>(pair));
+  even.a = even.b = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
+  odd.a = odd.b =
+      _mm256_castsi256_ps(_mm256_and_si256(u, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 #else
   even = set1(static_cast<float>(x[0]));
   odd = set1(static_cast<float>(x[1]));
@@ -116,14 +123,25 @@ void widening_tile(const X* const* x, const BFloat16* w, int64_t block_stride, i
     for (int n = 0; n < kN; ++n) acc[r][n] = zero();
   }
   for (int64_t i = 0; i + 1 < k; i += 2) {
-    VF xe[kR], xo[kR];
-    for (int r = 0; r < kR; ++r) broadcast_pair(x[r] + i, xe[r], xo[r]);
-    for (int n = 0; n < kN; ++n) {
+    if constexpr (kN == 1) {  // one row's x at a time: fewer registers
       VF we, wo;
-      load_pairs(w + n * block_stride + i * 16, we, wo);
+      load_pairs(w + i * 16, we, wo);
       for (int r = 0; r < kR; ++r) {
-        acc[r][n] = fma(xe[r], we, acc[r][n]);
-        acc[r][n] = fma(xo[r], wo, acc[r][n]);
+        VF xe, xo;
+        broadcast_pair(x[r] + i, xe, xo);
+        acc[r][0] = fma(xe, we, acc[r][0]);
+        acc[r][0] = fma(xo, wo, acc[r][0]);
+      }
+    } else {
+      VF xe[kR], xo[kR];
+      for (int r = 0; r < kR; ++r) broadcast_pair(x[r] + i, xe[r], xo[r]);
+      for (int n = 0; n < kN; ++n) {
+        VF we, wo;
+        load_pairs(w + n * block_stride + i * 16, we, wo);
+        for (int r = 0; r < kR; ++r) {
+          acc[r][n] = fma(xe[r], we, acc[r][n]);
+          acc[r][n] = fma(xo[r], wo, acc[r][n]);
+        }
       }
     }
   }
