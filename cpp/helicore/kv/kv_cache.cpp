@@ -7,6 +7,18 @@
 #include "helicore/kv/manager_state.h"
 
 namespace helicore::kv {
+namespace {
+
+// Room for `count` elements in all, growing by half at least: repeated calls cost amortised O(1)
+// per element.
+template <typename T>
+void reserve_amortised(std::vector<T>& values, size_t count) {
+  if (count > values.capacity()) {
+    values.reserve(std::max(count, values.capacity() + values.capacity() / 2));
+  }
+}
+
+}  // namespace
 
 KVCache::KVCache(ManagerState& state, const CreateArgs& args)
     : state_(&state),
@@ -26,7 +38,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   const int32_t num_blocks = ceil_div(matched, tokens_per_block_);
   pages_.reserve(static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
-  state.caches.reserve(state.caches.size() + 1);
+  reserve_amortised(state.caches, state.caches.size() + 1);
 
   // Nothing fails from here on.
   tail_node_ = root;
@@ -49,6 +61,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
     std::fill_n(table.data, static_cast<size_t>(num_blocks), kBadPageIndex);
   }
   ++state.next_id;
+  registry_index_ = state.caches.size();
   state.caches.push_back(this);
 }
 
@@ -191,7 +204,7 @@ bool KVCache::grow_locked(int32_t num_blocks) {
   ManagerState& state = *state_;
   const int32_t added = num_blocks - num_blocks_;
   if (const auto reason = state.plan(added)) return fail(*reason, state.stats.failed_resizes);
-  pages_.reserve(static_cast<size_t>(num_blocks) * tables_.size());
+  reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
   state.make_room(added);
   for (int32_t b = num_blocks_; b < num_blocks; ++b) {
@@ -343,7 +356,14 @@ void KVCache::close_locked() {
   if (is_active()) --state_->num_active;
   status_ = CacheStatus::kClosed;
   for (IndexTable& table : tables_) table = IndexTable{};
-  std::erase(state_->caches, this);
+  unregister();
+}
+
+void KVCache::unregister() noexcept {
+  std::vector<KVCache*>& caches = state_->caches;
+  caches[registry_index_] = caches.back();
+  caches[registry_index_]->registry_index_ = registry_index_;
+  caches.pop_back();
 }
 
 void KVCache::reserve_tables(int32_t num_blocks) {

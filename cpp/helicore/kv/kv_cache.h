@@ -142,6 +142,7 @@ class KVCache {
   void copy_partial_block_locked();
   void release_block_locked(int32_t ordinal);
   void reserve_tables(int32_t num_blocks);
+  void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
 
   [[nodiscard]] PageHandle& page(int32_t ordinal, size_t life_cycle) noexcept {
@@ -169,6 +170,7 @@ class KVCache {
   std::optional<int64_t> stream_;
   int64_t id_;
   int32_t num_reused_ = 0;
+  size_t registry_index_ = 0;  // in the manager's list of open caches
   ReuseScope scope_;
 };
 

@@ -46,7 +46,7 @@ KVCacheManager::~KVCacheManager() {
       cache->close_locked();
     } catch (const std::exception& error) {
       log_error(detail::concat("kv.KVCacheManager: ", error.what()));
-      std::erase(state_->caches, cache);
+      cache->unregister();
       cache->status_ = CacheStatus::kClosed;
     }
     cache->state_ = nullptr;

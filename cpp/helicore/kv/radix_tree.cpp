@@ -59,11 +59,16 @@ NodeId RadixTree::find_or_create_root(const ReuseScope& scope) {
   const auto it = roots_.find(encoded);
   if (it != roots_.end()) return it->second;
   reserve_nodes(1);
-  scope_of_root_.reserve(scope_of_root_.size() + 1);
   const NodeId id = allocate_node();
   keys_[id.value()] = root_key(scope);
-  const auto place = roots_.emplace(encoded, id).first;
-  scope_of_root_.emplace(id, place);
+  try {
+    const auto place = roots_.emplace(encoded, id).first;
+    scope_of_root_.emplace(id, place);
+  } catch (...) {
+    roots_.erase(encoded);
+    free_node(id);
+    throw;
+  }
   return id;
 }
 
