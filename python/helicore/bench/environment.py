@@ -28,6 +28,7 @@ def collect() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "isa": _core.core.active_isa(),
         "memory_gb": _memory_gb(),
+        "load_average": round(os.getloadavg()[0], 1),
         "cuda_compiled": _core.core.cuda_compiled(),
         "gpus": _gpu_names(torch),
         "platform": platform.platform(),

@@ -116,6 +116,24 @@ def mla(
     _finish(report, json, out)
 
 
+@app.command("kv")
+def kv(
+    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens per page.")] = 64,
+    context: Annotated[
+        int, typer.Option("--context", min=2, help="Mean tokens per sequence.")
+    ] = 2048,
+    rounds: Rounds = 5,
+    json: options.Json = False,
+    out: Out = None,
+) -> None:
+    """Host cost of the KV cache manager: decode step, match, commit."""
+    from helicore.bench import kv as bench
+
+    with _progress(json) as progress:
+        report = bench.run(bench.KVBenchConfig(block_size, context, rounds), progress)
+    _finish(report, json, out)
+
+
 def _choose_rows(names: list[str] | None, known: dict[str, Row]) -> list[Row]:
     unknown = [name for name in names or [] if name not in known]
     if unknown:
