@@ -20,6 +20,19 @@ const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
 
 int64_t rows_of(const TensorView& t) { return t.ndim > 0 ? t.shape[0] : 0; }
 
+// Rough time of attention over all cached tokens, for the GIL only: `flop` per (row, token) pair,
+// of q [T, H, ...] shared out evenly over the requests.
+double attend_ns(const TensorView& q, const TensorView& kv_len, double flop) {
+  if (q.ndim != 3 || kv_len.ndim != 1 || kv_len.dtype != DType::kInt32 ||
+      kv_len.device.type != DeviceType::kCpu || !kv_len.is_contiguous() || kv_len.shape[0] == 0) {
+    return 0.0;  // the call will be refused
+  }
+  double tokens = 0.0;
+  for (int64_t b = 0; b < kv_len.shape[0]; ++b) tokens += kv_len.ptr<const int32_t>()[b];
+  const double rows = static_cast<double>(q.shape[0] * q.shape[1]);
+  return tokens * rows / static_cast<double>(kv_len.shape[0]) * flop / 200.0;
+}
+
 void bind_rows(nb::module_& m) {
   m.def(
       "mla_append",
@@ -95,7 +108,8 @@ void bind_attend(nb::module_& m) {
       [](const TensorView& q, const TensorView& cache, const TensorView& block_table,
          const TensorView& cu_q, const TensorView& kv_len, float scale, const TensorView& out,
          const OptionalTensor& kv_bound, const OptionalTensor& stats) {
-        nb::gil_scoped_release release;  // its time grows with the context, not with the rows
+        ReleaseGilIfLong release(
+            attend_ns(q, kv_len, q.ndim == 3 ? 4.0 * static_cast<double>(q.shape[2]) : 0.0));
         attention::mla_decode({.q = q,
                                .cache = cache,
                                .block_table = block_table,
@@ -115,7 +129,8 @@ void bind_attend(nb::module_& m) {
          const TensorView& cu_q, const TensorView& kv_len, const TensorView& w_uk,
          const TensorView& w_uv, int64_t kv_lora_rank, float scale, const TensorView& out,
          const OptionalTensor& stats) {
-        nb::gil_scoped_release release;
+        ReleaseGilIfLong release(
+            attend_ns(q, kv_len, q.ndim == 3 ? 4.0 * static_cast<double>(q.shape[2]) : 0.0));
         attention::mla_prefill({.q = q,
                                 .cache = cache,
                                 .block_table = block_table,

@@ -26,6 +26,7 @@ struct Shape {
   int64_t v;
 };
 constexpr Shape kTiny{12, 128, 16, 32, 32};
+constexpr Shape kOneHead{1, 512, 64, 128, 128};
 constexpr Shape kSmallHeads{16, 512, 64, 128, 128};
 constexpr Shape kFull{128, 512, 64, 128, 128};
 
@@ -90,7 +91,18 @@ void set_rates(benchmark::State& state, double flop, double bytes) {
   state.counters["threads"] = num_threads();
 }
 
-void decode(benchmark::State& state, Shape s, DType dtype) {
+// False, with the benchmark skipped, where the CPU lacks `isa`.
+bool use_isa(benchmark::State& state, Isa isa) {
+  if (isa <= detected_isa()) {
+    set_isa(isa);
+    return true;
+  }
+  state.SkipWithError("instruction set not available");
+  return false;
+}
+
+void decode(benchmark::State& state, Shape s, DType dtype, Isa isa) {
+  if (!use_isa(state, isa)) return;
   const int64_t requests = state.range(0);
   const int64_t q_len = state.range(1);
   const int64_t kv = state.range(2);
@@ -112,7 +124,8 @@ void decode(benchmark::State& state, Shape s, DType dtype) {
       static_cast<double>(requests * kv * (s.rank + s.rope)) * static_cast<double>(size_of(dtype)));
 }
 
-void prefill(benchmark::State& state, Shape s, DType dtype) {
+void prefill(benchmark::State& state, Shape s, DType dtype, Isa isa) {
+  if (!use_isa(state, isa)) return;
   const int64_t requests = state.range(0);
   const int64_t q_len = state.range(1);
   const int64_t kv = state.range(2);
@@ -147,6 +160,7 @@ void prefill(benchmark::State& state, Shape s, DType dtype) {
 }
 
 void append(benchmark::State& state) {
+  set_isa(detected_isa());
   const int64_t tokens = state.range(0);
   const Shape s = kTiny;
   Buffer cache = random_buffer(DType::kBFloat16, {tokens / 64 + 1, 64, s.rank + s.rope}, 1.0f);
@@ -172,7 +186,9 @@ void append(benchmark::State& state) {
 }
 
 // requests, query tokens each, cached tokens each
-BENCHMARK_CAPTURE(decode, tiny_bf16, kTiny, DType::kBFloat16)
+constexpr DType kBf16 = DType::kBFloat16;
+constexpr DType kF32 = DType::kFloat32;
+BENCHMARK_CAPTURE(decode, tiny_bf16, kTiny, kBf16, Isa::kAvx512Bf16)
     ->Args({1, 1, 128})
     ->Args({1, 1, 1024})
     ->Args({1, 1, 4096})
@@ -180,24 +196,46 @@ BENCHMARK_CAPTURE(decode, tiny_bf16, kTiny, DType::kBFloat16)
     ->Args({64, 1, 512})
     ->Args({1, 4, 1024})
     ->UseRealTime();
-BENCHMARK_CAPTURE(decode, tiny_f32, kTiny, DType::kFloat32)->Args({1, 1, 1024})->UseRealTime();
-BENCHMARK_CAPTURE(decode, h16_bf16, kSmallHeads, DType::kBFloat16)
+BENCHMARK_CAPTURE(decode, tiny_bf16_avx512, kTiny, kBf16, Isa::kAvx512)
+    ->Args({1, 1, 1024})
+    ->UseRealTime();
+BENCHMARK_CAPTURE(decode, tiny_bf16_avx2, kTiny, kBf16, Isa::kAvx2)
+    ->Args({1, 1, 1024})
+    ->UseRealTime();
+BENCHMARK_CAPTURE(decode, tiny_f32, kTiny, kF32, Isa::kAvx512)->Args({1, 1, 1024})->UseRealTime();
+BENCHMARK_CAPTURE(decode, h1_bf16, kOneHead, kBf16, Isa::kAvx512Bf16)
+    ->Args({1, 1, 4096})
+    ->UseRealTime();
+BENCHMARK_CAPTURE(decode, h16_bf16, kSmallHeads, kBf16, Isa::kAvx512Bf16)
     ->Args({1, 1, 4096})
     ->Args({1, 1, 65536})
     ->UseRealTime();
-BENCHMARK_CAPTURE(decode, h128_bf16, kFull, DType::kBFloat16)->Args({1, 1, 4096})->UseRealTime();
-BENCHMARK_CAPTURE(decode, h128_f32, kFull, DType::kFloat32)->Args({1, 1, 4096})->UseRealTime();
-BENCHMARK_CAPTURE(prefill, tiny_bf16, kTiny, DType::kBFloat16)
+BENCHMARK_CAPTURE(decode, h128_bf16, kFull, kBf16, Isa::kAvx512Bf16)
+    ->Args({1, 1, 4096})
+    ->UseRealTime();
+BENCHMARK_CAPTURE(decode, h128_f32, kFull, kF32, Isa::kAvx512)->Args({1, 1, 4096})->UseRealTime();
+BENCHMARK_CAPTURE(decode, h128_f32_avx2, kFull, kF32, Isa::kAvx2)
+    ->Args({1, 1, 4096})
+    ->UseRealTime();
+BENCHMARK_CAPTURE(prefill, tiny_bf16, kTiny, kBf16, Isa::kAvx512Bf16)
     ->Args({1, 4096, 4096})
     ->Args({1, 512, 4096})
     ->Args({16, 256, 256})
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(prefill, tiny_f32, kTiny, DType::kFloat32)
+BENCHMARK_CAPTURE(prefill, tiny_bf16_avx512, kTiny, kBf16, Isa::kAvx512)
     ->Args({1, 4096, 4096})
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(prefill, h16_bf16, kSmallHeads, DType::kBFloat16)
+BENCHMARK_CAPTURE(prefill, tiny_bf16_avx2, kTiny, kBf16, Isa::kAvx2)
+    ->Args({1, 4096, 4096})
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(prefill, tiny_f32, kTiny, kF32, Isa::kAvx512)
+    ->Args({1, 4096, 4096})
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(prefill, h16_bf16, kSmallHeads, kBf16, Isa::kAvx512Bf16)
     ->Args({1, 2048, 2048})
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
