@@ -4,21 +4,23 @@ How an executor uses it::
 
     config = KVCacheManagerConfig(
         tokens_per_block=64,
-        cache_tiers=[HostCacheTierConfig(quota=1 << 30)],      # the hot level of device "cpu"
-        layers=[AttentionLayerConfig(i, [BufferConfig("latent", 64 * row_bytes)]) for i in range(n)],
+        cache_tiers=[HostCacheTierConfig(quota=1 << 30)],  # the hot level of device "cpu"
+        layers=[
+            AttentionLayerConfig(i, [BufferConfig("latent", 64 * row_bytes)]) for i in range(n)
+        ],
     )
     manager = KVCacheManager(config)
 
     cache = manager.create_kv_cache(input_tokens=prompt[:-1])  # SUSPENDED; holds the cached prefix
-    start = cache.num_committed_tokens                         # tokens that need no prefill
-    if not cache.resume():                                     # False: no room, see cache.last_failure
+    start = cache.num_committed_tokens  # tokens that need no prefill
+    if not cache.resume():  # False: no room, cache.last_failure says why
         ...
-    cache.set_base_page_index_buf(0, 0, table[row])            # int32 row kept up to date in place
-    if not cache.resize(len(prompt) + 1):                      # False: no room, nothing changed
+    cache.set_base_page_index_buf(0, 0, table[row])  # int32 row, kept up to date in place
+    if not cache.resize(len(prompt) + 1):  # False: no room, nothing changed
         ...
     # write rows [start, len(prompt)) through the page table, then
-    cache.commit(prompt[start:])                               # full blocks become reusable
-    cache.close()                                              # pages go back; cached blocks stay
+    cache.commit(prompt[start:])  # full blocks become reusable
+    cache.close()  # pages go back; cached blocks stay
 
 One decode step for a batch: ``resize_many(caches, capacities)`` (a bool per cache), forward,
 ``commit_many(caches, tokens)`` (one token each, or ``counts``). ``resume_many`` likewise. Integer
@@ -32,8 +34,8 @@ Finding a row: base page index ``b`` of block ``k`` (``get_base_page_indices(gro
 
 Rules. ``num_committed <= history_length <= capacity``; history never shrinks; capacity may, down to
 history. Commit only tokens whose rows are written. ``commit`` may swap a block for an identical one
-that another sequence committed first, so read page tables after it. With one level ``suspend`` keeps
-the pages: to give memory back, ``close`` (committed blocks stay reusable) and create again.
+that another sequence committed first, so read page tables after it. With one level ``suspend``
+keeps the pages: to give memory back, ``close`` (committed blocks stay reusable) and create again.
 "No room" is ``False`` plus ``cache.last_failure`` (a ``NoRoom``); misuse raises ``ValueError`` or
 ``LogicError``.
 """
