@@ -211,7 +211,7 @@ class SchedulerConfig:
         "Sequences that run at the same time.",
         env="HELICORE_MAX_NUM_SEQS",
         minimum=1,
-        maximum=65536,
+        maximum=4096,
     )
     max_num_batched_tokens: int = _setting(
         8192,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -47,6 +47,18 @@ class StepInputs:
     prompt_chunks: list[Chunk]
 
 
+class _Shape(NamedTuple):
+    """All that decides which parts of the buffers a batch is made of."""
+
+    num_tokens: int
+    num_requests: int
+    num_absorbed: int
+    num_absorbed_tokens: int
+    num_rows: int
+    is_dense: bool
+    """The decode lanes are 0..n-1 and alone: the manager's table serves as it is."""
+
+
 class BatchBuilder:
     """Turns a Step into a ForwardBatch with a fixed number of vector operations per decode step.
 
@@ -74,8 +86,9 @@ class BatchBuilder:
         self._kv_len = np.zeros(num_lanes, np.int32)
         self._rows = np.zeros(max_tokens + num_lanes, np.int64)
         self._batch_table = np.zeros_like(block_table)
+        self._batch_table_tensor = torch.from_numpy(self._batch_table)
         self._iota = np.arange(num_lanes + 1, dtype=np.int32)
-        self._previous: tuple[int, int, int, int, bool] | None = None
+        self._previous: _Shape | None = None
         self._forward: ForwardBatch | None = None
 
     def build(self, step: Step) -> StepInputs:
@@ -91,7 +104,14 @@ class BatchBuilder:
         if not is_dense:
             lanes = np.concatenate([decode, [c.sequence.lane for c in chunks]]).astype(np.int64)
             np.take(self._table, lanes, axis=0, out=self._batch_table[:num_requests], mode="clip")
-        shape = (int(self._cu_q[num_requests]), num_requests, num_absorbed, num_rows, is_dense)
+        shape = _Shape(
+            num_tokens=int(self._cu_q[num_requests]),
+            num_requests=num_requests,
+            num_absorbed=num_absorbed,
+            num_absorbed_tokens=int(self._cu_q[num_absorbed]),
+            num_rows=num_rows,
+            is_dense=is_dense,
+        )
         return StepInputs(self._views(shape), sampled, prompt_chunks)
 
     def _order(self, chunks: list[Chunk]) -> tuple[list[Chunk], int]:
@@ -153,22 +173,21 @@ class BatchBuilder:
                 total += chunk.length
         return np.concatenate([decode, np.array(ending, np.int64)]), prompt_chunks, total
 
-    def _views(self, shape: tuple[int, int, int, int, bool]) -> ForwardBatch:
+    def _views(self, shape: _Shape) -> ForwardBatch:
         """The buffers' leading parts as tensors; those of the step before where shapes agree."""
         if shape == self._previous and self._forward is not None:
             return self._forward
-        num_tokens, num_requests, num_absorbed, num_rows, is_dense = shape
-        table = self._table_tensor if is_dense else torch.from_numpy(self._batch_table)
+        table = self._table_tensor if shape.is_dense else self._batch_table_tensor
         self._previous = shape
         self._forward = ForwardBatch(
-            token_ids=torch.from_numpy(self._tokens[:num_tokens]),
-            positions=torch.from_numpy(self._positions[:num_tokens]),
-            slots=torch.from_numpy(self._slots[:num_tokens]),
-            cu_q=torch.from_numpy(self._cu_q[: num_requests + 1]),
-            kv_len=torch.from_numpy(self._kv_len[:num_requests]),
-            block_table=table[:num_requests],
-            num_absorbed=num_absorbed,
-            num_absorbed_tokens=int(self._cu_q[num_absorbed]),
-            logits_rows=torch.from_numpy(self._rows[:num_rows]),
+            token_ids=torch.from_numpy(self._tokens[: shape.num_tokens]),
+            positions=torch.from_numpy(self._positions[: shape.num_tokens]),
+            slots=torch.from_numpy(self._slots[: shape.num_tokens]),
+            cu_q=torch.from_numpy(self._cu_q[: shape.num_requests + 1]),
+            kv_len=torch.from_numpy(self._kv_len[: shape.num_requests]),
+            block_table=table[: shape.num_requests],
+            num_absorbed=shape.num_absorbed,
+            num_absorbed_tokens=shape.num_absorbed_tokens,
+            logits_rows=torch.from_numpy(self._rows[: shape.num_rows]),
         )
         return self._forward

@@ -30,12 +30,12 @@ class EngineCounters:
 
     num_steps: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of admitted sequences, cached ones included."""
+    """Prompt tokens of admitted requests, cached ones included."""
     computed_prompt_tokens: int = 0
     """Tokens that ran in prompt chunks, recomputation after preemption included."""
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
-    """Tokens looked up in the prefix cache."""
+    """Prompt tokens looked up in the prefix cache, by each sequence of a request."""
     prefix_cache_hits: int = 0
     """Tokens found there."""
     preemptions: int = 0

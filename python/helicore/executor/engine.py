@@ -86,6 +86,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._pending: list[SequenceUpdate] = []
         self._num_arrivals = 0
+        self._is_closed = False
         seed = secrets.randbits(63) if config.seed is None else config.seed
         self._rng = np.random.default_rng(seed)
         self._private_salt = secrets.token_hex(8)
@@ -107,6 +108,8 @@ class Engine:
         Smaller priorities run first. `reuse_scope` separates prefix caches (tenants, adapters).
         `detokenizer_factory` is needed for stop strings and called once per sequence.
         """
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
         if request_id in self._requests:
             raise FieldError("request_id", f"request_id {request_id!r} is already in use")
         request = make_request(
@@ -200,6 +203,7 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._pending.clear()
+        self._is_closed = True
         self._pool.close()
 
     def reset_prefix_cache(self) -> bool:

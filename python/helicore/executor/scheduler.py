@@ -80,7 +80,7 @@ class Scheduler:
         self._decoding: set[int] = set()
         self._decode_lanes: Ints = np.empty(0, np.int64)
         self._is_stale = False
-        self._blocked_at: tuple[Sequence, int] | None = None
+        self._blocked_at: tuple[Sequence | None, int] = (None, 0)
 
     # --- the step ----------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Scheduler:
             self._prefilling.remove(sequence)
         self._pool.release(lane, self._lanes.uncommitted(lane))
         self._lanes.give_back(lane)
-        self._blocked_at = None
+        self._blocked_at = (None, 0)
 
     def _start_decoding(self, sequence: Sequence) -> None:
         self._prefilling.remove(sequence)
@@ -227,8 +227,9 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence) -> bool:
         available = self._pool.available_pages()
-        if self._blocked_at == (sequence, available):
-            return False
+        blocked, available_then = self._blocked_at
+        if blocked is sequence and available <= available_then:
+            return False  # nobody left since it was refused, and no page came back
         lane = self._lanes.take(sequence)
         matched = self._open(sequence, lane)
         if matched is None:
@@ -277,7 +278,7 @@ class Scheduler:
         if sequence.num_cached_tokens is None:
             prompt_len = len(sequence.request.prompt)
             sequence.num_cached_tokens = matched
-            self._counters.prompt_tokens += prompt_len
+            self._counters.prompt_tokens += prompt_len if sequence.index == 0 else 0
             self._counters.prefix_cache_hits += matched
             self._counters.prefix_cache_queries += prompt_len
 
@@ -288,19 +289,23 @@ class Scheduler:
         return int(self._lanes.num_tokens[lane] - self._lanes.num_computed[lane])
 
     def _plan_chunks(self, budget: int) -> list[Chunk]:
-        """Half of the budget by order, the rest to the shortest remainder."""
+        """Half of the budget by order, the rest to the shortest remainder.
+
+        Rows of prompts whose logits are wanted are bounded over all of them: logits are large.
+        """
         by_order = sorted(self._prefilling, key=lambda sequence: sequence.order)
         by_size = sorted(
             by_order, key=lambda sequence: (sequence.request.priority, self._remaining(sequence))
         )
         lengths: dict[int, int] = dict.fromkeys((s.lane for s in by_order), 0)
+        rows_left = self._max_prompt_logit_rows
         for queue, share in ((by_order, budget - budget // 2), (by_size, budget)):
             left = min(share, budget - sum(lengths.values()))
             for sequence in queue:
-                most = self._remaining(sequence)
+                extra = min(left, self._remaining(sequence) - lengths[sequence.lane])
                 if sequence.needs_prompt_logprobs:
-                    most = min(most, self._max_prompt_logit_rows)
-                extra = min(left, most - lengths[sequence.lane])
+                    extra = min(extra, rows_left)
+                    rows_left -= extra
                 lengths[sequence.lane] += extra
                 left -= extra
         return [

@@ -23,7 +23,7 @@ class Traffic:
         rng = self.rng
         block_size = rng.choice([1, 16, 32])
         self.engine, self.model = fake_engine(
-            num_pages=rng.choice([8, 12, 20]) * (16 if block_size == 1 else 1),
+            num_pages=rng.choice([8, 8, 12, 20]) * (16 if block_size == 1 else 1),
             block_size=block_size,
             max_num_seqs=rng.choice([1, 4, 8, 8]),
             max_num_batched_tokens=rng.choice([8, 16, 64]),
@@ -52,7 +52,8 @@ class Traffic:
     def send(self) -> None:
         rng, name = self.rng, str(self.num_sent)
         room = self.engine.limits.max_model_len
-        length = rng.randrange(1, min(60, room))
+        # Short prompts with long outputs run out of pages while they decode.
+        length = rng.randrange(1, min(rng.choice([12, 60]), room))
         prompt = [rng.randrange(2, VOCAB) for _ in range(length)]
         if rng.random() < 0.6:
             shared = rng.randrange(length)
@@ -91,8 +92,8 @@ def test_random_traffic_gives_every_request_its_own_tokens(seed: int) -> None:
 
 
 def test_the_traffic_reaches_preemption_reuse_and_stops() -> None:
-    counters = [Traffic(seed).run().counters for seed in range(6)]
-    assert sum(c.preemptions for c in counters) > 2
+    counters = [Traffic(seed).run().counters for seed in range(4)]
+    assert sum(c.preemptions for c in counters) > 10
     assert sum(c.prefix_cache_hits for c in counters) > 200
     assert sum(c.finished_stop for c in counters) > 20
     assert sum(c.finished_length for c in counters) > 20

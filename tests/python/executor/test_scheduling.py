@@ -271,3 +271,29 @@ def test_close_frees_everything_with_requests_in_flight() -> None:
     engine.add_request("a", prompt_of(30), GREEDY)
     engine.step()
     engine.close()
+    engine.close()
+    assert not engine.has_unfinished()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add_request("b", prompt_of(3), GREEDY)
+
+
+def test_batches_of_equal_size_but_other_kernels_are_told_apart() -> None:
+    """Chunks of 3 + 61 and of 30 + 34 tokens have the same totals, not the same division."""
+    engine, model = fake_engine(max_num_batched_tokens=64)
+    for i, lengths in enumerate([(3, 61), (30, 34), (3, 61)]):
+        for j, length in enumerate(lengths):
+            engine.add_request(f"{i} {j}", prompt_of(length, 10 * i + j), greedy(1))
+        drain(engine)  # the model checks num_absorbed_tokens
+    assert model.batches == [(2, 64)] * 3
+
+
+def test_the_logits_of_prompts_in_one_step_are_bounded_together() -> None:
+    engine, model = fake_engine()
+    engine._scheduler._max_prompt_logit_rows = 10
+    for i in range(3):
+        params = greedy(3, ignore_eos=True, prompt_logprobs=0)
+        engine.add_request(str(i), prompt_of(24, i), params)
+    results = drain(engine)
+    assert max(tokens for _, tokens in model.batches) <= 10
+    for i in range(3):
+        assert len(results[str(i), 0][0].prompt_logprobs or []) == 24
