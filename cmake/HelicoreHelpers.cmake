@@ -103,7 +103,7 @@ function(helicore_add_test area)
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES LABELS ${area})
 endfunction()
 
-# Headers, both libraries and the CMake package. `check.h`, `simd.h` and test introspection stay inside.
+# Headers, both libraries and the CMake package. Kernels (cpu/, cuda/) and test introspection stay inside.
 function(helicore_install)
   include(CMakePackageConfigHelpers)
   set(package_dir ${HELICORE_INSTALL_LIBDIR}/cmake/helicore)
@@ -120,8 +120,13 @@ function(helicore_install)
     INCLUDES DESTINATION ${HELICORE_INSTALL_INCLUDEDIR})
   install(EXPORT helicore-targets NAMESPACE helicore:: DESTINATION ${package_dir})
   install(DIRECTORY "${PROJECT_SOURCE_DIR}/cpp/helicore" DESTINATION ${HELICORE_INSTALL_INCLUDEDIR}
-    FILES_MATCHING PATTERN "*.h" PATTERN "check.h" EXCLUDE PATTERN "simd.h" EXCLUDE
+    FILES_MATCHING PATTERN "*.h" PATTERN "cpu" EXCLUDE PATTERN "cuda" EXCLUDE
     PATTERN "introspection.h" EXCLUDE)
+  foreach(header IN ITEMS core/cpu/isa.h core/cuda/runtime.h)
+    get_filename_component(folder ${header} DIRECTORY)
+    install(FILES "${PROJECT_SOURCE_DIR}/cpp/helicore/${header}"
+      DESTINATION ${HELICORE_INSTALL_INCLUDEDIR}/helicore/${folder})
+  endforeach()
   configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/helicore-config.cmake.in"
     "${PROJECT_BINARY_DIR}/helicore-config.cmake" INSTALL_DESTINATION ${package_dir})
   write_basic_package_version_file("${PROJECT_BINARY_DIR}/helicore-config-version.cmake"

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import run
+from wheels import run
 
 pytestmark = pytest.mark.slow
 

@@ -22,14 +22,20 @@ def marked_lines(program: Path) -> set[int]:
     return {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
 
 
-def mypy(program: Path, python: Path, folder: Path) -> tuple[set[int], str]:
+@pytest.fixture(scope="session")
+def mypy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all runs: reading torch takes most of the first one."""
+    return tmp_path_factory.mktemp("mypy")
+
+
+def mypy(program: Path, python: Path, folder: Path, cache: Path) -> tuple[set[int], str]:
     """Lines that mypy reports, and all it says."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary"]
     options = [
         "--python-executable",
         python,
         "--cache-dir",
-        folder / "cache",
+        cache,
         "--show-absolute-path",
     ]
     result = subprocess.run(
@@ -41,8 +47,9 @@ def mypy(program: Path, python: Path, folder: Path) -> tuple[set[int], str]:
     return {int(line) for line in found}, text
 
 
-def pyright(program: Path, python: Path, folder: Path) -> tuple[set[int], str]:
+def pyright(program: Path, python: Path, folder: Path, cache: Path) -> tuple[set[int], str]:
     """Lines that pyright reports, and all it says."""
+    del cache
     copy = shutil.copy(program, folder / program.name)
     settings = {"include": [program.name], "typeCheckingMode": "strict", "pythonVersion": "3.11"}
     # An expression statement is how misuse.py names an attribute that is not there.
@@ -68,23 +75,27 @@ def pyright(program: Path, python: Path, folder: Path) -> tuple[set[int], str]:
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_a_correct_program_is_accepted(checker, installed: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    found, text = checker(CONSUMER / "uses_helicore.py", installed, tmp_path)
+def test_a_correct_program_is_accepted(
+    checker, installed: Path, tmp_path: Path, mypy_cache: Path
+) -> None:  # type: ignore[no-untyped-def]
+    found, text = checker(CONSUMER / "uses_helicore.py", installed, tmp_path, mypy_cache)
     assert found == set(), text
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_every_planted_mistake_is_found_and_nothing_else(  # type: ignore[no-untyped-def]
-    checker, installed: Path, tmp_path: Path
+    checker, installed: Path, tmp_path: Path, mypy_cache: Path
 ) -> None:
     program = CONSUMER / "misuse.py"
-    found, text = checker(program, installed, tmp_path)
+    found, text = checker(program, installed, tmp_path, mypy_cache)
     expected = marked_lines(program)
     assert len(expected) >= 25
     assert found == expected, f"missed {expected - found}, unexpected {found - expected}\n{text}"
 
 
-def test_the_stubs_themselves_are_accepted_by_mypy(installed: Path, tmp_path: Path) -> None:
+def test_the_stubs_themselves_are_accepted_by_mypy(
+    installed: Path, tmp_path: Path, mypy_cache: Path
+) -> None:
     stubs = installed.parents[1] / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     folder = stubs / "helicore" / "_core"
     command = [
@@ -96,7 +107,7 @@ def test_the_stubs_themselves_are_accepted_by_mypy(installed: Path, tmp_path: Pa
         "--follow-imports=silent",
     ]
     result = subprocess.run(
-        [*command, "--cache-dir", tmp_path / "cache", *sorted(folder.glob("*.pyi"))],
+        [*command, "--cache-dir", mypy_cache, *sorted(folder.glob("*.pyi"))],
         capture_output=True,
         text=True,
         check=False,

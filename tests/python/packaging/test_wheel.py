@@ -14,7 +14,7 @@ from pathlib import Path
 
 import binaries
 import pytest
-from conftest import dependency_folders, make_venv, run
+from wheels import dependency_folders, make_venv, run
 
 pytestmark = pytest.mark.slow
 
@@ -153,10 +153,16 @@ def test_a_torch_that_is_too_old_is_explained(wheel: Path, tmp_path: Path, versi
     assert "ImportError: helicore needs torch >= 2.11" in message
 
 
+def source_archive(root: Path, folder: Path) -> Path:
+    """The sdist; not run from the tree, whose build/ would hide the tool of that name."""
+    command = [sys.executable, "-m", "build", "-n", "--sdist", "-o", folder, root]
+    run(command, cwd=folder)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
 def test_the_source_archive_holds_all_that_a_build_reads(root: Path, tmp_path: Path) -> None:
-    pytest.importorskip("build")
-    run([sys.executable, "-m", "build", "-q", "-n", "--sdist", "-o", tmp_path, "."], cwd=root)
-    (archive,) = tmp_path.glob("*.tar.gz")
+    archive = source_archive(root, tmp_path)
     with tarfile.open(archive) as opened:
         names = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name}
     for name in ("CMakeLists.txt", "pyproject.toml", "bindings/module.cpp", "LICENSE", "README.md"):
@@ -174,8 +180,7 @@ def test_an_isolated_build_of_the_source_archive_makes_the_same_wheel(
     root: Path, wheel: Path, tmp_path: Path
 ) -> None:
     """Fetches its own build tools; nvcc is hidden, so that CUDA=AUTO builds for the CPU."""
-    run([sys.executable, "-m", "build", "-q", "-n", "--sdist", "-o", tmp_path, "."], cwd=root)
-    (archive,) = tmp_path.glob("*.tar.gz")
+    archive = source_archive(root, tmp_path)
     folders = os.environ["PATH"].split(os.pathsep)
     path = [f for f in folders if not (Path(f) / "nvcc").exists()]
     hidden = {"PATH": os.pathsep.join(path), "HELICORE_CUDA": "AUTO"}
