@@ -117,31 +117,32 @@ class FakeModel:
     ) -> None:
         kv_len, page_size = int(batch.kv_len[request]), caches[0].shape[1]
         assert end > begin
-        positions = torch.arange(kv_len - (end - begin), kv_len)
-        assert batch.positions[begin:end].tolist() == positions.tolist()
-        pages = batch.block_table[request, positions // page_size].long()
-        slots = pages * page_size + positions % page_size
-        assert batch.slots[begin:end].tolist() == slots.tolist()
-        rows = torch.full((end - begin, ROW), POISON)
-        rows[:, 0] = batch.token_ids[begin:end]
+        positions = np.arange(kv_len - (end - begin), kv_len)
+        assert (batch.positions[begin:end].numpy() == positions).all()
+        pages = batch.block_table[request].numpy()[positions // page_size].astype(np.int64)
+        offsets = positions % page_size
+        assert (batch.slots[begin:end].numpy() == pages * page_size + offsets).all()
+        rows = np.full((end - begin, ROW), POISON, np.float32)
+        rows[:, 0] = batch.token_ids[begin:end].numpy()
         rows[:, 1] = positions
         rows[:, 3] = 1
         for layer, cache in enumerate(caches):
             rows[:, 2] = layer
-            cache[pages, positions % page_size] = rows
+            cache.numpy()[pages, offsets] = rows
 
     def _read(self, batch: ForwardBatch, request: int, caches: Sequence[Tensor]) -> list[int]:
         page_size = caches[0].shape[1]
-        positions = torch.arange(int(batch.kv_len[request]))
-        pages = batch.block_table[request, positions // page_size].long()
+        positions = np.arange(int(batch.kv_len[request]))
+        pages = batch.block_table[request].numpy()[positions // page_size]
         tokens: list[int] = []
         for layer, cache in enumerate(caches):
-            rows = cache[pages, positions % page_size]
-            assert rows[:, 1].tolist() == positions.tolist(), f"layer {layer} of {request}: {rows}"
-            assert rows[:, 2].tolist() == [layer] * len(positions)
-            assert rows[:, 3].tolist() == [1] * len(positions)
-            assert not layer or rows[:, 0].int().tolist() == tokens
-            tokens = rows[:, 0].int().tolist()
+            rows = cache.numpy()[pages, positions % page_size, :4]
+            assert (rows[:, 1] == positions).all(), f"layer {layer} of request {request}: {rows}"
+            assert (rows[:, 2] == layer).all()
+            assert (rows[:, 3] == 1).all()
+            found = rows[:, 0].astype(np.int64).tolist()
+            assert not layer or found == tokens
+            tokens = found
         return tokens
 
 

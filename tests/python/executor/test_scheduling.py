@@ -294,6 +294,6 @@ def test_the_logits_of_prompts_in_one_step_are_bounded_together() -> None:
         params = greedy(3, ignore_eos=True, prompt_logprobs=0)
         engine.add_request(str(i), prompt_of(24, i), params)
     results = drain(engine)
-    assert max(tokens for _, tokens in model.batches) <= 10
+    assert max(tokens for _, tokens in model.batches) <= 10 + 2, "ten rows and two decodes"
     for i in range(3):
         assert len(results[str(i), 0][0].prompt_logprobs or []) == 24
