@@ -1,4 +1,4 @@
-"""Runs benchmarks and keeps their results: one front end over `helicore bench` and the routines here.
+"""Runs benchmarks and keeps their results: a front end over `helicore bench` and routines here.
 
     python benchmarks/run.py                      # everything that this machine can run
     python benchmarks/run.py throughput kv        # some of it
