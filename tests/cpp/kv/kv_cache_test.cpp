@@ -337,5 +337,35 @@ TEST(KVCache, is_end_stops_committing_and_publishes_the_tail) {
   EXPECT_EQ(manager.probe_reuse(iota_tokens(6)), 6);
 }
 
+TEST(KVCache, the_worked_example_of_the_design_document) {
+  KVCacheManager manager(attention_config(4, 6));
+  ASSERT_EQ(manager.num_total_blocks(), 6);
+  auto a = manager.create_kv_cache({.input_tokens = iota_tokens(10)});
+  EXPECT_EQ(a->num_committed_tokens(), 0);
+  ASSERT_TRUE(a->resume() && a->resize(11));
+  EXPECT_EQ(table_of(*a), (std::vector<int32_t>{0, 1, 2}));
+  a->commit(iota_tokens(10));
+  ASSERT_TRUE(a->resize(12));
+  a->commit(iota_tokens(1, 10));
+  a->close();
+  EXPECT_EQ(manager.storage_statistics()[0].free, 3);
+  EXPECT_EQ(manager.storage_statistics()[0].evictable, 3);
+
+  std::vector<TokenId> prompt = iota_tokens(7);
+  prompt.push_back(99);
+  auto b = manager.create_kv_cache({.input_tokens = prompt});
+  EXPECT_EQ(b->num_committed_tokens(), 7);
+  ASSERT_TRUE(b->resume());
+  EXPECT_EQ(table_of(*b), (std::vector<int32_t>{0, 3}));
+  ASSERT_TRUE(b->resize(8));
+  b->commit(std::span(prompt).last(1));
+
+  auto c = manager.create_kv_cache();
+  ASSERT_TRUE(c->resume() && c->resize(16));
+  EXPECT_EQ(table_of(*c), (std::vector<int32_t>{2, 1, 4, 5}));
+  EXPECT_FALSE(c->resize(17));
+  EXPECT_EQ(*c->last_failure(), (NoRoom{.needed = 1, .free = 0, .evictable = 0}));
+}
+
 }  // namespace
 }  // namespace helicore::kv::testing
