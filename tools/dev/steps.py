@@ -124,6 +124,7 @@ class Runner:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
         stop.set()
+        log.flush()
         return process.wait()
 
     def _fail(

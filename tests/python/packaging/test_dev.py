@@ -53,7 +53,7 @@ def test_a_failure_names_the_step_the_log_and_what_to_do(
         Runner(state=tmp_path).run(Step("Build it", [command], "read the manual", key="k"))
     out = capsys.readouterr().out
     assert "failed: Build it (exit status 3" in out
-    assert "the reason" in out
+    assert "\n    the reason\n" in out
     assert "what to do: read the manual" in out
     assert str(tmp_path / "build-it.log") in out
 
