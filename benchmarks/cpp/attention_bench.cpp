@@ -185,6 +185,19 @@ void append(benchmark::State& state) {
   set_rates(state, 0.0, static_cast<double>(tokens * (s.rank + s.rope) * 4));
 }
 
+void rope(benchmark::State& state) {
+  set_isa(detected_isa());
+  const int64_t tokens = state.range(0);
+  const Shape s = kTiny;
+  Buffer q = random_buffer(DType::kBFloat16, {tokens, s.heads, s.nope + s.rope}, 1.0f);
+  Buffer table = random_buffer(DType::kFloat32, {tokens, s.rope}, 0.7f);
+  std::vector<int32_t> positions(static_cast<size_t>(tokens));
+  for (int64_t t = 0; t < tokens; ++t) positions[static_cast<size_t>(t)] = static_cast<int32_t>(t);
+  const TensorView positions_view = make_view(positions.data(), DType::kInt32, {tokens});
+  for (auto _ : state) rope_q(q.view, positions_view, table.view, true);
+  set_rates(state, 0.0, static_cast<double>(tokens * s.heads * s.rope * 4));
+}
+
 // requests, query tokens each, cached tokens each
 constexpr DType kBf16 = DType::kBFloat16;
 constexpr DType kF32 = DType::kFloat32;
@@ -240,6 +253,7 @@ BENCHMARK_CAPTURE(prefill, h16_bf16, kSmallHeads, kBf16, Isa::kAvx512Bf16)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
 BENCHMARK(append)->Arg(1)->Arg(4096)->UseRealTime();
+BENCHMARK(rope)->Arg(1)->Arg(4096)->UseRealTime();
 
 }  // namespace
 }  // namespace helicore::attention

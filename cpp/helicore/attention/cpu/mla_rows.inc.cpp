@@ -37,31 +37,52 @@ void norm_row(const T* x, const W* weight, int64_t n, float eps, O* out) {
   }
 }
 
+inline constexpr int kMaxRopeDim = 1024;
+
+// The two coordinates of each rotated plane, as floats.
+struct RopeHalves {
+  alignas(64) float first[kMaxRopeDim / 2 + 16];
+  alignas(64) float second[kMaxRopeDim / 2 + 16];
+};
+
 // `x` may be `out`: a row is read before it is written.
 template <class T, class O>
-void rope_row(const T* x, const RopeTable& rope, int32_t position, float* row, O* out) {
+void rope_row(const T* x, const RopeTable& rope, int32_t position, RopeHalves& halves, O* out) {
   const int half = rope.dim / 2;
-  const float* c = rope.cos_sin + int64_t{position} * rope.dim;
-  const float* s = c + half;
-  for (int i = 0; i < rope.dim; ++i) row[i] = static_cast<float>(x[i]);
-  if (rope.cos_sin == nullptr) {
-    for (int i = 0; i < rope.dim; ++i) out[i] = static_cast<O>(row[i]);
-    return;
+  store(halves.first + half / 16 * 16, zero());  // lanes past a tail are computed and dropped
+  store(halves.second + half / 16 * 16, zero());
+  if (rope.interleaved && rope.cos_sin != nullptr) {
+    for (int i = 0; i < half; ++i) {
+      halves.first[i] = static_cast<float>(x[2 * i]);
+      halves.second[i] = static_cast<float>(x[2 * i + 1]);
+    }
+  } else {
+    for (int i = 0; i < half; ++i) {
+      halves.first[i] = static_cast<float>(x[i]);
+      halves.second[i] = static_cast<float>(x[i + half]);
+    }
   }
-  for (int i = 0; i < half; ++i) {
-    const float x0 = rope.interleaved ? row[2 * i] : row[i];
-    const float x1 = rope.interleaved ? row[2 * i + 1] : row[i + half];
-    out[i] = static_cast<O>(x0 * c[i] - x1 * s[i]);
-    out[i + half] = static_cast<O>(x1 * c[i] + x0 * s[i]);
+  const float* table = rope.cos_sin + int64_t{position} * rope.dim;
+  for (int i = 0; i < half; i += 16) {
+    const int left = half - i;
+    VF a = load(halves.first + i);
+    VF b = load(halves.second + i);
+    if (rope.cos_sin != nullptr) {
+      const VF c = load_upto(table + i, left);
+      const VF s = load_upto(table + half + i, left);
+      const VF rotated = sub(mul(a, c), mul(b, s));
+      b = add(mul(b, c), mul(a, s));
+      a = rotated;
+    }
+    store_upto(out + i, a, left);
+    store_upto(out + half + i, b, left);
   }
 }
-
-inline constexpr int kMaxRopeDim = 1024;
 
 template <class T, class W, class O>
 void append_rows(const MlaAppendParams& p, int64_t begin, int64_t end) {
   const MlaCache& cache = p.cache;
-  float rotated[kMaxRopeDim];
+  RopeHalves rotated;
   for (int64_t t = begin; t < end; ++t) {
     const int64_t slot = p.slots[t];
     if (slot < 0) continue;
@@ -96,7 +117,7 @@ void append_cache(const MlaAppendParams& p, int64_t begin, int64_t end) {
 
 template <class T>
 void rope_all(const RopeRowsParams& p, int64_t begin, int64_t end) {
-  float row[kMaxRopeDim];
+  RopeHalves row;
   for (int64_t t = begin; t < end; ++t) {
     for (int32_t h = 0; h < p.num_heads; ++h) {
       const T* x = static_cast<const T*>(p.in) + t * p.in_row_stride + h * p.in_head_stride;
