@@ -1,8 +1,8 @@
 """Mixture of experts: router, routed experts, shared expert.
 
-Shapes: T tokens, D hidden width, E experts, k experts per token, I width of an expert, S width of the
-shared expert. Expert weights are packed with `pack_linear`: w13 [E, 2 I, D] (gate rows, then up rows,
-groups=2), w2 [E, D, I]; the shared expert likewise without E.
+Shapes: T tokens, D hidden width, E experts, k experts per token, I width of an expert, S width of
+the shared expert. Expert weights are packed with `pack_linear`: w13 [E, 2 I, D] (gate rows, then up
+rows, groups=2), w2 [E, D, I]; the shared expert likewise without E.
 """
 
 from dataclasses import dataclass, field

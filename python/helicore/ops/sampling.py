@@ -54,8 +54,8 @@ def sample(
         logprobs: also return log-softmax(logits)[id], before temperature and filters.
 
     Returns:
-        ids int32 [B] and logprobs float32 [B] ([0] unless asked for). A row that has a NaN, or nothing
-        but -inf, gets id -1 and logprob NaN.
+        ids int32 [B] and logprobs float32 [B] ([0] unless asked for). A row that has a NaN, or
+        nothing but -inf, gets id -1 and logprob NaN.
     """
     rows = logits.shape[0]
     ids = torch.empty((rows,), dtype=torch.int32)
@@ -139,9 +139,9 @@ def apply_penalties(
 ) -> None:
     """Penalise tokens in place.
 
-    Tokens of prompt and output: logit / repetition when positive, else logit * repetition. Tokens of
-    the output: then minus frequency times their number there, and minus presence. A row with 1, 0, 0 is
-    left alone. repetition (> 0), presence, frequency: float32 [B]; lists int32.
+    Tokens of prompt and output: logit / repetition when positive, else logit * repetition. Tokens
+    of the output: then minus frequency times their number there, and minus presence. A row with
+    1, 0, 0 is left alone. repetition (> 0), presence, frequency: float32 [B]; lists int32.
     """
     _nn.apply_penalties(
         logits,

@@ -1,4 +1,4 @@
-"""GPU tests run where torch sees a CUDA device and the build holds CUDA kernels; elsewhere they are skipped.
+"""GPU tests run where torch sees a CUDA device and the build holds CUDA kernels; else skipped.
 
 Every property here has a CPU twin under tests/python/attention that runs on any machine.
 """
