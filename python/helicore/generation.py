@@ -65,11 +65,15 @@ class _SequenceState:
             )
         output.finish_reason = update.finish_reason
         output.stop_reason = update.stop_reason
-        if self.detokenizer is not None:
-            finished = update.finish_reason is not None
+        finished = update.finish_reason is not None
+        if isinstance(update.detokenizer, IncrementalDetokenizer):
+            # The engine looks for stop strings, so it has the text already.
+            self.detokenizer = update.detokenizer
+            self.detokenizer.append([], finished)
+        elif self.detokenizer is not None:
             self.detokenizer.append(_text_tokens(update, params), finished)
-            if finished:
-                output.text = self.detokenizer.text
+        if finished and self.detokenizer is not None:
+            output.text = self.detokenizer.text
 
 
 def _text_tokens(update: SequenceUpdate, params: SamplingParams) -> list[int]:
@@ -241,7 +245,8 @@ class RequestRunner:
         return state
 
     def _detokenizer(self, request: PreparedRequest) -> IncrementalDetokenizer | None:
-        if self._detokenizers is None or not request.params.detokenize:
+        """One for a sequence whose text only the caller wants: without stop strings."""
+        if self._detokenizers is None or not request.params.detokenize or request.params.stop:
             return None
         return self._detokenizers(request.params, request.token_ids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from helicore.bench.report import Report, Result
 from helicore.bench.throughput import dtype_name
 from helicore.bench.timing import percentile
 from helicore.bench.workload import make_prompts
+from helicore.executor.detokenizer import DetokenizerFactory, IncrementalDetokenizer
+from helicore.executor.updates import SequenceUpdate
 from helicore.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,27 +79,37 @@ def _ms(name: str, value: float) -> Result:
 
 
 def _run_once(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> _Run:
-    """Drives the engine itself: steps are timed one by one, without the API around them."""
+    """Drives the engine itself: steps are timed one by one, text is made apart from them."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    factory = DetokenizerFactory(llm.get_tokenizer())
+    texts = {f"bench-{number}": factory(params) for number in range(len(prompts))}
     start = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"bench-{number}", prompt, params)
+    for request_id, prompt in zip(texts, prompts, strict=True):
+        engine.add_request(request_id, prompt, params)
     ttft = None
     run = _Run(0.0, 0.0, [], [], [])
     last = start
     while engine.has_unfinished():
         times = engine.counters.times
-        executor, detokenize = times.executor, times.detokenize
+        executor = times.executor
         updates = engine.step()
         now = time.perf_counter()
         if ttft is not None and updates:
             run.steps.append((now - last) * 1e3)
             run.executor.append((times.executor - executor) * 1e3)
-            run.detokenize.append((times.detokenize - detokenize) * 1e3)
+            run.detokenize.append(_write(texts, updates) * 1e3)
         if ttft is None and len(updates) == len(prompts):
             ttft = now - start
-        last = now
+        last = time.perf_counter()
     run.ttft = (ttft or 0.0) * 1e3
     run.total = (last - start) * 1e3
     return run
+
+
+def _write(texts: Mapping[str, IncrementalDetokenizer], updates: Sequence[SequenceUpdate]) -> float:
+    """Seconds to make the text of a step."""
+    start = time.perf_counter()
+    for update in updates:
+        texts[update.request_id].append(update.new_token_ids, update.finish_reason is not None)
+    return time.perf_counter() - start

@@ -63,16 +63,28 @@ class ByteLevelStream:
     """For byte-level BPE: a token is a fixed string of bytes, characters may span tokens.
 
     Invalid bytes become U+FFFD exactly as in decoding the whole sequence.
+
+    Args:
+      piece_of: a token's text where its bytes are whole characters, else its bytes.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, piece_of: Callable[[int], str | bytes]) -> None:
+        self._piece_of = piece_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = False
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        piece = self._piece_of(token_id)
+        if isinstance(piece, str):
+            if not self._pending:
+                return piece
+            piece = piece.encode()
+        text = self._decoder.decode(piece)
+        self._pending = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
+        self._pending = False
         return self._decoder.decode(b"", True)
 
 
@@ -121,31 +133,43 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     return bool(decoder["type"] == "ByteLevel")
 
 
+class _PieceTable(dict[int, str | bytes]):
+    """Token id -> text, or bytes where they are no whole characters; filled as tokens appear."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = tokenizer.backend
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        piece = b"" if token_id in self._hidden else self._bytes_of(token_id)
+        try:
+            self[token_id] = piece.decode()
+        except UnicodeDecodeError:
+            self[token_id] = piece
+        return self[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        table = _byte_of_char()
+        whole = all(c in table for c in token)
+        return bytes(table[c] for c in token) if whole else token.encode()
+
+
 class StreamFactory:
-    """Makes the TextStream that fits a tokenizer; bytes of tokens are cached across sequences."""
+    """Makes the TextStream that fits a tokenizer; pieces of tokens are cached across sequences."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._byte_level = _is_byte_level(tokenizer.backend)
-        self._bytes: dict[int, bytes] = {}
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = self._tokenizer.backend.id_to_token(token_id) or ""
-            table = _byte_of_char()
-            whole = all(c in table for c in token)
-            known = bytes(table[c] for c in token) if whole else token.encode()
-            self._bytes[token_id] = known
-        return known
-
-    def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._tokenizer.special_ids else self._token_bytes(token_id)
+        self._pieces = {
+            True: _PieceTable(tokenizer, tokenizer.special_ids),
+            False: _PieceTable(tokenizer, frozenset()),
+        }
 
     def __call__(self, skip_special_tokens: bool, context: Sequence[int] = ()) -> TextStream:
         if self._byte_level:
-            skip = skip_special_tokens
-            return ByteLevelStream(self._visible_bytes if skip else self._token_bytes)
+            return ByteLevelStream(self._pieces[skip_special_tokens].__getitem__)
         return WindowStream(
             lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens),
             context,
@@ -228,7 +252,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._stream = stream
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._visible: list[str] = []
@@ -268,6 +292,9 @@ class IncrementalDetokenizer:
 
     def _take(self, piece: str) -> None:
         if not piece:
+            return
+        if self._matcher is None:
+            self._visible.append(piece)
             return
         match = self._matcher.feed(piece, armed=self._num_tokens > self._min_tokens)
         text = self._held + piece

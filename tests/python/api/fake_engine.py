@@ -90,6 +90,7 @@ class FakeEngine:
     def _advance(self, sequence: _Sequence) -> SequenceUpdate:
         params = sequence.params
         update = SequenceUpdate(sequence.request_id, sequence.index, [])
+        update.detokenizer = sequence.detokenizer
         if sequence.sent == 0:
             update.num_cached_tokens = 3
             if params.prompt_logprobs is not None and sequence.index == 0:
