@@ -78,8 +78,8 @@ def _native_config(
 
 
 def _new_choice(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    ids = torch.empty((x.shape[0], top_k), dtype=torch.int32)
-    return ids, torch.empty((x.shape[0], top_k), dtype=torch.float32)
+    ids = torch.empty(x.shape[0], top_k, dtype=torch.int32)
+    return ids, torch.empty(x.shape[0], top_k, dtype=torch.float32)
 
 
 def _route_fake(
@@ -195,7 +195,7 @@ def moe_forward(
         shared_w2: its packed down weight, or None.
         shared_intermediate: S.
     """
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _moe.moe_forward(
         x, ids, weights, w13, w2, shared_w13, shared_w2, out, intermediate, shared_intermediate
     )
@@ -220,7 +220,7 @@ def moe_block(
         return moe_forward(
             x, ids, weights, w13, w2, intermediate, shared_w13, shared_w2, shared_intermediate
         )
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _moe.moe_block(
         x,
         gate,
