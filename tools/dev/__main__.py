@@ -45,22 +45,19 @@ def demo(runner: Runner) -> None:
 def test(runner: Runner) -> None:
     """All tests."""
     environment = setup(runner, tests=True)
-    for step in checks.all_tests(environment):
-        runner.run(step)
+    runner.run_all(checks.all_tests(environment))
 
 
 def lint(runner: Runner) -> None:
     """Format, types, lint scripts and stubs."""
     environment = setup(runner, tests=True)
-    for step in checks.lint(environment):
-        runner.run(step)
+    runner.run_all(checks.lint(environment))
 
 
 def sanitize(runner: Runner) -> None:
     """The C++ tests under the sanitizers."""
     environment = setup(runner, tests=True)
-    for step in checks.sanitizers(environment):
-        runner.run(step)
+    runner.run_all(checks.sanitizers(environment))
 
 
 def stubs(runner: Runner) -> None:

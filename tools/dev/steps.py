@@ -1,7 +1,7 @@
 """Runs named steps: progress lines, one log per step, results remembered by the inputs they had.
 
 A step that succeeded with the same inputs is not run again (`force` runs it all the same). A failed
-step says what failed, where its log is, and what to do about it, and ends the run.
+step says what failed, where its log is, and what to do about it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAIL_LINES = 40
 
 
 class StepFailed(Exception):
-    """A step failed and has been reported; the run ends with exit status 1."""
+    """A step failed and has been reported; the command ends with exit status 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,22 @@ class Runner:
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             self._stamp(step).write_text(json.dumps({"key": step.key, "when": when}))
         _say(f"    done in {took:.1f} s")
+
+    def run_all(self, steps: Iterable[Step]) -> None:
+        """Runs every step, also after a failure, and sums up. Raises StepFailed if any failed."""
+        failed = []
+        for step in steps:
+            try:
+                self.run(step)
+            except StepFailed:
+                failed.append(step.title)
+        if self.ran or failed:
+            _say("==> Steps that ran")
+        for title, took in self.ran:
+            _say(f"    {took:7.1f} s  {title}")
+        if failed:
+            _say("!!! failed: " + "; ".join(failed))
+            raise StepFailed(failed[0])
 
     def total(self) -> float:
         """Seconds since the runner was made."""

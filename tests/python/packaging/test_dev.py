@@ -75,6 +75,19 @@ def test_the_first_failing_command_ends_the_step(tmp_path: Path) -> None:
     assert times(tmp_path / "n") == 0
 
 
+def test_run_all_goes_on_after_a_failure_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps_ = [
+        Step("Bad", [python("raise SystemExit(1)")], ""),
+        Step("Good", [counting(tmp_path / "n")], ""),
+    ]
+    with pytest.raises(StepFailed):
+        Runner(state=tmp_path / "state").run_all(steps_)
+    assert times(tmp_path / "n") == 1
+    assert "!!! failed: Bad" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_missing_program_is_a_failure_with_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
