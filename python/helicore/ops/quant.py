@@ -39,7 +39,7 @@ def _quantize_fake(w: Tensor) -> tuple[Tensor, Tensor]:
 
 @register_op("quantize_fp8_block", fake=_quantize_fake)
 def quantize_fp8_block(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes float8_e4m3fn [N, K] and float32 scales for w [N, K]: scale = max|w| / 448 per block."""
+    """Codes float8_e4m3fn [N, K] and float32 scales for w [N, K]: max|w| / 448 per block."""
     codes = torch.empty(w.shape, dtype=torch.float8_e4m3fn)
     blocks = (-(-w.shape[0] // FP8_BLOCK_SIZE), -(-w.shape[1] // FP8_BLOCK_SIZE))
     scale_inv = torch.empty(blocks, dtype=torch.float32)
