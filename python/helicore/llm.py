@@ -253,6 +253,29 @@ class LLM:
         """Totals and step times since the model was loaded, as a copy."""
         return self.engine.counters.snapshot()
 
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges under the names that servers of language models export."""
+        counters = self.counters
+        times = counters.times
+        return {
+            "num_requests_running": counters.num_requests_running,
+            "num_requests_waiting": counters.num_requests_waiting,
+            "kv_cache_usage_perc": counters.kv_cache_usage,
+            "prefix_cache_queries": counters.prefix_cache_queries,
+            "prefix_cache_hits": counters.prefix_cache_hits,
+            "prompt_tokens_total": counters.prompt_tokens,
+            "generation_tokens_total": counters.generation_tokens,
+            "num_preemptions_total": counters.preemptions,
+            "request_success_total_stop": counters.finished_stop,
+            "request_success_total_length": counters.finished_length,
+            "request_abort_total": counters.finished_abort,
+            "num_steps_total": counters.num_steps,
+            "step_seconds_executor": times.executor,
+            "step_seconds_forward": times.forward,
+            "step_seconds_sample": times.sample,
+            "step_seconds_detokenize": times.detokenize,
+        }
+
     # Helpers
 
     def _open_runner(self) -> RequestRunner:

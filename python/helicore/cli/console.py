@@ -10,7 +10,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +21,7 @@ from typer.core import TyperGroup
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+_LOG_WIDTH = 120
 
 
 def print_json(value: object) -> None:
@@ -44,11 +46,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     """A table on standard output; numbers are aligned to the right."""
     table = Table(title=title, title_justify="left")
     for position, column in enumerate(columns):
-        numeric = all(isinstance(row[position], (int, float)) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        numeric = all(isinstance(row[position], (int, float, NoneType)) for row in rows)
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=position == 0)
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
-    Console().print(table)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else max(console.width, _LOG_WIDTH))
 
 
 def _cell(value: object) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,25 @@ def test_counters_are_copies_and_count(llm: LLM) -> None:
     after = llm.counters
     assert after.generation_tokens - before.generation_tokens == 24
     assert after.num_steps > before.num_steps
+    metrics = llm.metrics()
+    assert metrics["generation_tokens_total"] == after.generation_tokens
+    assert metrics["num_requests_running"] == 0
+    assert metrics["kv_cache_usage_perc"] == 0
+    assert metrics["step_seconds_forward"] > 0
+
+
+def test_several_threads_share_one_engine(llm: LLM) -> None:
+    expected = [texts(llm.generate(prompt, GREEDY, use_tqdm=False)) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(lambda p: texts(llm.generate(p, GREEDY, use_tqdm=False)), PROMPTS))
+    assert found == expected
+
+
+def test_the_tokenizer_can_come_from_another_folder(llm: LLM, checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    cache = KVCacheConfig(host_gb=0.1)
+    with LLM(checkpoint, tokenizer="tiny", max_model_len=64, kv_cache=cache) as other:
+        assert other.encode("def f") == llm.encode("def f")
 
 
 # Edges of the model length
