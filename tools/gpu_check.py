@@ -29,6 +29,7 @@ BUILD = ROOT / "build" / "gpu"
 SITE = BUILD / "site"  # an importable copy of the package with its native module
 NANOBIND = ("nanobind==3.1.0", "nanobind-backend==1.0.0")
 GOOGLETEST = Path("/usr/src/googletest")
+CUDA_BENCHMARKS = ("mla",)
 
 
 @dataclass
@@ -215,12 +216,10 @@ def cpp_tests(check: Check) -> None:
 
 
 def benchmarks(check: Check) -> None:
-    """Each program of benchmarks/cuda; it prints JSON objects, one a line."""
-    programs = sorted((ROOT / "benchmarks" / "cuda").glob("*_bench.py"))
-    if not programs:
-        check.skip("benchmarks", "there is no program in benchmarks/cuda")
-    for program in programs:
-        check.step(program.stem, [sys.executable, str(program)], PYTHONPATH=str(SITE))
+    """The benchmarks that have a CUDA side; each prints its results as a line of JSON."""
+    for name in CUDA_BENCHMARKS:
+        command = [sys.executable, "-m", "helicore", "bench", name, "--device", "cuda", "--json"]
+        check.step(f"bench {name}", command, PYTHONPATH=str(SITE))
 
 
 def main(argv: list[str]) -> int:

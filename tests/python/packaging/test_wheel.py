@@ -196,3 +196,22 @@ def test_an_isolated_build_of_the_source_archive_makes_the_same_wheel(
 def test_auditwheel_finds_nothing_to_repair(wheel: Path) -> None:
     text = run(["auditwheel", "show", wheel]).stdout
     assert re.search(r"manylinux_2_(2\d|3[0-4])_x86_64", text), text
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_a_cuda_build_needs_no_cuda_library_and_imports_without_a_gpu(
+    root: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"]
+    setting = f"--config-settings=build-dir={root / 'build' / 'wheel-cuda'}"
+    environment = {**os.environ, "HELICORE_CUDA": "ON"}
+    run([*command, setting, "-w", tmp_path, "."], cwd=root, env=environment)
+    (wheel,) = tmp_path.glob("*.whl")
+    python = make_venv(tmp_path / "venv", wheel, *dependency_folders())
+    script = "import helicore._core as c; print(c.__file__, c.core.cuda_compiled(), c.core.num_threads())"
+    file, compiled, threads = run([python, "-c", script], cwd=tmp_path).stdout.split()
+    assert compiled == "True"
+    assert int(threads) >= 1
+    folder = Path(file).parent
+    assert binaries.faults(Path(file)) == []
+    assert binaries.faults(folder / "lib" / "libhelicore.so.0") == []
