@@ -128,12 +128,11 @@ class BatchBuilder:
         positions = self._lanes.num_computed[decode]
         self._positions[:n] = positions
         self._tokens[:n] = self._lanes.tokens[decode, positions]
+        np.add(positions, 1, out=self._kv_len[:n], casting="same_kind")
         pages, offsets = np.divmod(positions, self._page_size)
-        self._slots[:n] = self._table[decode, pages]
-        self._slots[:n] *= self._page_size
-        self._slots[:n] += offsets
-        self._kv_len[:n] = positions
-        self._kv_len[:n] += 1
+        slots = self._slots[:n]
+        np.multiply(self._table[decode, pages], self._page_size, out=slots, dtype=np.int64)
+        slots += offsets
         self._cu_q[: n + 1] = self._iota[: n + 1]
 
     def _put_chunks(self, chunks: list[Chunk], num_decode: int) -> None:

@@ -6,6 +6,7 @@ add_request -> [waiting] -> step(): schedule, run, post-process -> SequenceUpdat
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -51,15 +52,15 @@ class Engine:
         """Loads the model (unless one is given) and takes the memory of the KV cache."""
         _set_threads(config.num_threads)
         self.config = config
-        self.model = model if model is not None else load(config)
+        model = load(config) if model is None else model
         self.counters = EngineCounters()
-        shape = PoolShape.fit(config, self.model)
+        shape = PoolShape.fit(config, model)
         self.limits = ModelLimits(
-            vocab_size=self.model.config.vocab_size,
+            vocab_size=model.config.vocab_size,
             max_model_len=shape.max_model_len,
             max_model_len_source=shape.max_model_len_source,
             max_num_seqs=config.scheduler.max_num_seqs,
-            eos_token_ids=self.model.config.eos_token_ids,
+            eos_token_ids=model.config.eos_token_ids,
         )
         self._lanes = Lanes(
             config.scheduler.max_num_seqs, shape.max_model_len, self.limits.vocab_size
@@ -77,9 +78,9 @@ class Engine:
             self._pool.block_table,
             self._pool.page_size,
             config.scheduler.max_num_batched_tokens,
-            absorbed_rule(self.model.config, deterministic=config.deterministic),
+            absorbed_rule(model.config, deterministic=config.deterministic),
         )
-        self._runner = Runner(self.model, self._pool.caches)
+        self._runner = Runner(model, self._pool.caches)
         self._sampler = Sampler(self._lanes)
         self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
         self._watch = Stopwatch(self.counters.times)
@@ -90,6 +91,13 @@ class Engine:
         seed = secrets.randbits(63) if config.seed is None else config.seed
         self._rng = np.random.default_rng(seed)
         self._private_salt = secrets.token_hex(8)
+        # A program that ends without close() still gives the memory back before the interpreter
+        # takes the native module down.
+        weakref.finalize(self, _close_if_alive, weakref.ref(self))
+
+    @property
+    def model(self) -> CausalLM:
+        return self._runner.model
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -204,6 +212,7 @@ class Engine:
             self.abort(request_id)
         self._pending.clear()
         self._is_closed = True
+        self._runner.close()
         self._pool.close()
 
     def reset_prefix_cache(self) -> bool:
@@ -250,3 +259,9 @@ def load(config: EngineConfig) -> CausalLM:
 def _set_threads(num_threads: int | None) -> None:
     if num_threads is not None:
         ops.set_num_threads(num_threads)
+
+
+def _close_if_alive(engine: weakref.ref[Engine]) -> None:
+    target = engine()
+    if target is not None:
+        target.close()

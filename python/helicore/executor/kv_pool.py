@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,9 +45,6 @@ class KVPool:
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
         """Per layer [pages, page_size, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
-        # A program that ends without close() still gives the memory back before the interpreter
-        # takes the native module down.
-        weakref.finalize(self, _close_if_alive, weakref.ref(self))
 
     @property
     def _manager(self) -> kv.KVCacheManager:
@@ -125,9 +121,3 @@ class KVPool:
         """The manager's memory of one layer; row p is the page with base page index p."""
         pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE)).view(shape.dtype)
         return pages.view(len(pages), shape.page_size, width)
-
-
-def _close_if_alive(pool: weakref.ref[KVPool]) -> None:
-    target = pool()
-    if target is not None:
-        target.close()

@@ -7,7 +7,6 @@ touched only for sequences to which something happens.
 from __future__ import annotations
 
 import heapq
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,9 @@ from helicore.executor.sampling_rows import SamplingRows
 from helicore.executor.sequence import Sequence
 
 Ints = NDArray[np.int64]
+
+BAD_TOKEN = -1
+"""Sampled where a row of logits has a NaN or nothing but -inf."""
 
 
 class Lanes:
@@ -40,10 +42,11 @@ class Lanes:
         self.limit = np.zeros(num_lanes, np.int64)
         self.min_total = np.zeros(num_lanes, np.int64)
         """No stop before a sequence has this many tokens."""
-        self.stop_ids = np.full((num_lanes, 1), -1, np.int32)
-        """Padded with -1, which no token equals."""
-        self.watched = np.zeros(num_lanes, np.bool_)
-        """Lanes that need a look at each token: stop strings, logprobs, a first report."""
+        self.stop_ids = np.full((num_lanes, 2), BAD_TOKEN, np.int32)
+        """Padded with at least one BAD_TOKEN, which is an event for every lane."""
+        self.alarm = np.zeros(num_lanes, np.int64)
+        """No look at a lane before it has this many tokens, unless a stop id comes: its limit, or
+        0 for a lane whose every token needs a look (stop strings, logprobs, a first report)."""
         self.sampling = SamplingRows(num_lanes)
         self._vocab_size = vocab_size
         self._free = list(range(num_lanes))
@@ -65,7 +68,7 @@ class Lanes:
         self.limit[lane] = request.limit
         self.min_total[lane] = len(request.prompt) + request.params.min_tokens
         self._set_stop_ids(lane, request.stop_ids)
-        self.watched[lane] = True
+        self.alarm[lane] = 0
         self.sampling.set(lane, request.params, sequence.seed, self._vocab_size)
         sequence.lane = lane
         return lane
@@ -88,25 +91,28 @@ class Lanes:
         """Tokens that are in the cache but not yet committed: a view."""
         return self.tokens[lane, self.num_committed[lane] : self.num_computed[lane]]
 
-    def append(self, lanes: Ints, tokens: NDArray[np.int32]) -> None:
-        """Adds one sampled token to each of `lanes`."""
+    def append(self, lanes: Ints, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Adds one sampled token to each of `lanes`; which of them need a look.
+
+        Those are the lanes that may have ended, and the ones that are watched.
+        """
         positions = self.num_tokens[lanes]
         self.tokens[lanes, positions] = tokens
-        self.num_tokens[lanes] = positions + 1
+        positions += 1
+        self.num_tokens[lanes] = positions
+        events: NDArray[np.bool_] = (self.stop_ids[lanes] == tokens[:, None]).any(1)
+        events |= positions >= self.alarm[lanes]
+        return events
 
-    def finished(self, lanes: Ints, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of `lanes` end by a stop id or by length with the token just appended."""
-        total = self.num_tokens[lanes]
-        stopped = (self.stop_ids[lanes] == tokens[:, None]).any(axis=1)
-        stopped &= total > self.min_total[lanes]
-        result: NDArray[Any] = stopped | (total >= self.limit[lanes])
-        return result
+    def watch(self, lane: int, is_watched: bool) -> None:
+        """Whether every token of the lane needs a look."""
+        self.alarm[lane] = 0 if is_watched else self.limit[lane]
 
     def _set_stop_ids(self, lane: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]
-        if len(ids) > width:
-            wider = np.full((len(self.sequences), len(ids)), -1, np.int32)
+        if len(ids) >= width:
+            wider = np.full((len(self.sequences), len(ids) + 1), BAD_TOKEN, np.int32)
             wider[:, :width] = self.stop_ids
             self.stop_ids = wider
-        self.stop_ids[lane] = -1
+        self.stop_ids[lane] = BAD_TOKEN
         self.stop_ids[lane, : len(ids)] = ids

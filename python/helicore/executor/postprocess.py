@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from helicore.executor.counters import EngineCounters
-from helicore.executor.lanes import Ints, Lanes
+from helicore.executor.lanes import BAD_TOKEN, Ints, Lanes
 from helicore.executor.sampler import Sampled
 from helicore.executor.scheduler import Scheduler
 from helicore.executor.sequence import Phase, Sequence
@@ -55,10 +53,7 @@ class PostProcessor:
         for sequence, entries in result.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs += entries
-        if tokens.min(initial=0) < 0:
-            sampled, result, refused = self._refuse_bad(sampled, result)
-            return refused + self.run(sampled, result)
-        lanes.append(sampled, tokens)
+        events = lanes.append(sampled, tokens)
         self._counters.generation_tokens += len(sampled)
         owners = lanes.sequences
         updates = [
@@ -68,30 +63,16 @@ class PostProcessor:
             )
             if sequence is not None
         ]
-        events = lanes.finished(sampled, tokens) | lanes.watched[sampled]
-        for position in np.flatnonzero(events).tolist():
+        for position in events.nonzero()[0].tolist():
             lane = int(sampled[position])
             sequence = lanes.sequence(lane)
             try:
+                if tokens[position] == BAD_TOKEN:
+                    raise ValueError("the logits hold a NaN, or no token is allowed")
                 self._handle(sequence, updates[position], result.logprobs.get(position))
             except Exception as error:  # a caller's detokenizer may raise anything
                 updates[position] = self.abort(sequence, f"{type(error).__name__}: {error}")
         return updates
-
-    def _refuse_bad(
-        self, sampled: Ints, result: Sampled
-    ) -> tuple[Ints, Sampled, list[SequenceUpdate]]:
-        """Aborts the sequences whose logits allowed no token, and leaves the others."""
-        error = "the logits hold a NaN, or no token is allowed"
-        bad = np.flatnonzero(result.tokens < 0)
-        refused = [
-            self.abort(self._lanes.sequence(int(sampled[position])), error) for position in bad
-        ]
-        kept = np.flatnonzero(result.tokens >= 0).tolist()
-        logprobs = {
-            new: result.logprobs[old] for new, old in enumerate(kept) if old in result.logprobs
-        }
-        return sampled[kept], Sampled(result.tokens[kept], logprobs), refused
 
     def take_finished(self) -> list[str]:
         """Ids of requests whose last sequence ended since the last call."""
@@ -123,9 +104,8 @@ class PostProcessor:
         if update.finish_reason is not None:
             self._finish(sequence, update.finish_reason)
         else:
-            self._lanes.watched[lane] = (
-                sequence.detokenizer is not None or request.params.logprobs is not None
-            )
+            is_watched = sequence.detokenizer is not None or request.params.logprobs is not None
+            self._lanes.watch(lane, is_watched)
 
     def _report(self, sequence: Sequence, update: SequenceUpdate) -> None:
         """Facts about the prompt, once."""

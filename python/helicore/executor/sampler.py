@@ -17,16 +17,13 @@ from helicore.executor.scheduler import Chunk
 from helicore.executor.sequence import Request, Sequence
 from helicore.executor.updates import TokenLogprobs
 
-BAD_TOKEN = -1
-"""Chosen where a row of logits has a NaN or nothing but -inf."""
-
 
 @dataclass(slots=True)
 class Sampled:
     """What one step chose."""
 
     tokens: NDArray[np.int32]
-    """One per sampled lane, or BAD_TOKEN."""
+    """One per sampled lane, BAD_TOKEN where none could be chosen."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in `tokens`, where wanted."""
     prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)

@@ -96,9 +96,9 @@ class Scheduler:
     def advance(self, step: Step) -> None:
         """After the forward pass: rows are in the cache, full pages become reusable."""
         lanes, page = self._lanes, self._pool.page_size
-        lanes.num_computed[step.decode] += 1
-        edge = step.decode[lanes.num_computed[step.decode] % page == 0]
-        to_commit = edge.tolist()
+        computed = lanes.num_tokens[step.decode]
+        lanes.num_computed[step.decode] = computed
+        to_commit = step.decode[computed % page == 0].tolist()
         for chunk in step.chunks:
             lane, end = chunk.sequence.lane, chunk.start + chunk.length
             lanes.num_computed[lane] = end
