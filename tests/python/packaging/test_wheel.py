@@ -208,10 +208,9 @@ def test_a_cuda_build_needs_no_cuda_library_and_imports_without_a_gpu(
     run([*command, setting, "-w", tmp_path, "."], cwd=root, env=environment)
     (wheel,) = tmp_path.glob("*.whl")
     python = make_venv(tmp_path / "venv", wheel, *dependency_folders())
-    script = "import helicore._core as c; print(c.__file__, c.core.cuda_compiled(), c.core.num_threads())"
-    file, compiled, threads = run([python, "-c", script], cwd=tmp_path).stdout.split()
+    script = "import helicore._core as c; print(c.__file__, c.core.cuda_compiled())"
+    file, compiled = run([python, "-c", script], cwd=tmp_path).stdout.split()
     assert compiled == "True"
-    assert int(threads) >= 1
     folder = Path(file).parent
     assert binaries.faults(Path(file)) == []
     assert binaries.faults(folder / "lib" / "libhelicore.so.0") == []
