@@ -149,6 +149,10 @@ ThreadPool::~ThreadPool() {
   for (std::thread& t : impl_->threads) t.join();
 }
 
+bool ThreadPool::workers_awake() const noexcept {
+  return impl_->sleepers.load(std::memory_order_relaxed) == 0;
+}
+
 void* ThreadPool::scratch(int worker, size_t num_bytes) {
   return impl_->workers[static_cast<size_t>(worker)]->scratch.reserve(num_bytes);
 }

@@ -47,7 +47,7 @@ void check_selection(const TensorView* bias, const RouterConfig& config, int64_t
 void compute_logits(const LogitsParams& p, int64_t rows) {
   ThreadPool& pool = default_pool();
   const double row_ns = 0.03 * static_cast<double>(p.num_experts * p.width);
-  if (rows > 2 * pool.num_threads() || row_ns * static_cast<double>(rows) < nn::kSerialNs) {
+  if (rows > 2 * pool.num_threads() || !nn::worth_a_region(row_ns * static_cast<double>(rows))) {
     return nn::for_row_chunks(rows, row_ns, [&](int64_t begin, int64_t end) {
       HELICORE_DISPATCH_ISA(router_logits_kernel(p, begin, end, 0, p.num_experts));
     });

@@ -52,12 +52,11 @@ void linear_blocks(const LinearParams& params, int64_t block_begin, int64_t bloc
 void linear(const LinearParams& p) {
   if (p.num_rows == 0 || p.weight.out_features == 0) return;
   const int64_t blocks = output_blocks(p);
-  ThreadPool& pool = default_pool();
-  const int threads = pool.num_threads();
-  if (threads == 1 ||
-      product_ns(p.num_rows, p.weight.out_features, p.weight.in_features) < kSerialNs) {
+  if (!worth_a_region(product_ns(p.num_rows, p.weight.out_features, p.weight.in_features))) {
     return run_blocks(p, 0, blocks);
   }
+  ThreadPool& pool = default_pool();
+  const int threads = pool.num_threads();
   const int64_t row_tasks = ceil_div(p.num_rows, kRowsPerTask);
   const int64_t wanted = row_tasks >= 4 * threads ? 1 : ceil_div(4 * threads, row_tasks);
   // Whole groups of four blocks; few rows: one task per thread.
@@ -91,16 +90,15 @@ void batched_linear_head(const BatchedLinearParams& p, int64_t head) {
 
 void batched_linear(const BatchedLinearParams& p) {
   if (p.num_rows == 0 || p.num_heads == 0) return;
-  ThreadPool& pool = default_pool();
   const int64_t out = p.num_heads * p.weight.out_features;
-  if (pool.num_threads() == 1 || product_ns(p.num_rows, out, p.weight.in_features) < kSerialNs) {
+  if (!worth_a_region(product_ns(p.num_rows, out, p.weight.in_features))) {
     for (int64_t h = 0; h < p.num_heads; ++h) batched_linear_head(p, h);
     return;
   }
   const int64_t row_tasks = ceil_div(p.num_rows, kRowsPerTask);
   const int64_t x_size = static_cast<int64_t>(size_of(p.x_dtype));
   const int64_t out_size = static_cast<int64_t>(size_of(p.out_dtype));
-  pool.parallel_for(p.num_heads * row_tasks, [&](int64_t task) {
+  default_pool().parallel_for(p.num_heads * row_tasks, [&](int64_t task) {
     const int64_t row = task % row_tasks * kRowsPerTask;
     BatchedLinearParams part = p;
     part.num_rows = std::min(kRowsPerTask, p.num_rows - row);
