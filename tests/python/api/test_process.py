@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,24 @@ def test_the_module_is_the_command_line() -> None:
     value = json.loads(done.stdout.splitlines()[-1])
     assert value["usage"]["completion_tokens"] <= 8
     assert value["outputs"][0]["outputs"][0]["text"]
+
+
+def test_ctrl_c_ends_generation_with_exit_code_130() -> None:
+    line = ["generate", "--prompt", "def", "--max-tokens", "16000", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "helicore", *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A runner in the background may ignore the signal, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert errors == "interrupted\n"
 
 
 @pytest.mark.parametrize(
