@@ -83,6 +83,7 @@ void check_pages(const ManagerState& state, const std::unordered_map<PageId, Use
     HELICORE_ASSERT(!taken[page.pool_group][slot], kWhere, "slot ", page.slot, " has two pages");
     taken[page.pool_group][slot] = true;
   }
+  HELICORE_ASSERT(state.store.num_double_releases() == 0, kWhere, "pages released twice");
   for (size_t g = 0; g < in_use.size(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const PoolGroupCounts counts = state.store.counts(group);

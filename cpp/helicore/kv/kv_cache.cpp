@@ -92,7 +92,7 @@ void KVCache::suspend() {
 
 bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> history_length) {
   const Cursors cursors = check_resize(capacity, history_length);
-  if (resize_within_blocks(cursors)) return true;
+  if (!kDebugChecks && resize_within_blocks(cursors)) return true;
   const std::unique_lock lock(state_->mutex);
   const bool resized = resize_locked(cursors);
   state_->verify();
@@ -102,7 +102,7 @@ bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> his
 void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
   check_commit(tokens.size());
   check_tokens(tokens);
-  if (fills_no_block(tokens.size()) && !is_end) {
+  if (!kDebugChecks && fills_no_block(tokens.size()) && !is_end) {
     commit_into_tail(tokens);
     return;
   }
@@ -399,6 +399,7 @@ void KVCache::set_base_page_index_buf(int beam, LifeCycleId group,
   IndexTable& entry = const_cast<IndexTable&>(table(group, beam));
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.set_base_page_index_buf", "cache ", id_,
                     " is CLOSED");
+  const std::unique_lock lock(state_->mutex);
   const auto count = static_cast<size_t>(num_blocks_);
   if (!row) {
     if (!entry.is_external) return;

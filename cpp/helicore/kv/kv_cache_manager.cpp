@@ -152,6 +152,7 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     (void)caches[i]->check_resize(capacities[i], history(i));
   }
   std::unique_lock lock(state_->mutex, std::defer_lock);
+  if (kDebugChecks) lock.lock();
   for (size_t i = 0; i < caches.size(); ++i) {
     const KVCache::Cursors cursors{
         capacities[i], static_cast<int32_t>(history(i).value_or(caches[i]->history_length_))};
@@ -171,10 +172,12 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, counts.empty() ? caches.size() : counts.size());
   size_t total = 0;
+  bool fills_block = kDebugChecks;
   for (size_t i = 0; i < caches.size(); ++i) {
     const int32_t count = counts.empty() ? 1 : counts[i];
     HELICORE_CHECK(count >= 0, kWhere, "counts must be >= 0, got ", count);
     caches[i]->check_commit(static_cast<size_t>(count));
+    fills_block |= !caches[i]->fills_no_block(static_cast<size_t>(count));
     total += static_cast<size_t>(count);
   }
   HELICORE_CHECK(total == tokens.size(), kWhere, "tokens must have ", total,
@@ -182,20 +185,19 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   if (!caches.empty()) caches[0]->check_tokens(tokens);
 
   std::unique_lock lock(state_->mutex, std::defer_lock);
-  const auto block = static_cast<size_t>(state_->config.tokens_per_block);
+  if (fills_block) {
+    lock.lock();
+    state_->tree.reserve_nodes(total / static_cast<size_t>(tokens_per_block()) + caches.size());
+  }
   for (size_t i = 0, at = 0; i < caches.size(); ++i) {
     const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
     const auto own = tokens.subspan(at, count);
     at += count;
     if (caches[i]->fills_no_block(count)) {
       caches[i]->commit_into_tail(own);
-      continue;
+    } else {
+      caches[i]->commit_locked(own);
     }
-    if (!lock.owns_lock()) {
-      lock.lock();
-      state_->tree.reserve_nodes(total / block + caches.size());
-    }
-    caches[i]->commit_locked(own);
   }
   if (lock.owns_lock()) state_->verify();
 }

@@ -18,6 +18,14 @@ namespace helicore::kv {
 
 class KVCache;
 
+// Builds that check invariants after each operation look at every cache under the lock, so there
+// the lock-free fast paths of a cache take the lock too.
+#ifdef HELICORE_DEBUG_CHECKS
+inline constexpr bool kDebugChecks = true;
+#else
+inline constexpr bool kDebugChecks = false;
+#endif
+
 struct ManagerState {
   explicit ManagerState(KVCacheManagerConfig config_in);
 

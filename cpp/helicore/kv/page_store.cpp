@@ -54,7 +54,14 @@ void PageStore::hold(PageId id, uint8_t priority) noexcept {
 }
 
 void PageStore::unhold(PageHandle handle) {
-  PageRecord& page = pages_[handle];
+  if (!pages_.is_current(handle) || pages_[handle.id].hold_count == 0) [[unlikely]] {
+    ++num_double_releases_;
+#ifdef HELICORE_DEBUG_CHECKS
+    HELICORE_ASSERT(false, "kv.page_store", "page ", handle.id, " released but not held");
+#endif
+    return;
+  }
+  PageRecord& page = pages_[handle.id];
   if (--page.hold_count > 0) return;
   if (page.node == kNoNode) {
     free_page(handle.id);

@@ -50,10 +50,13 @@ class PageStore {
   [[nodiscard]] PageHandle allocate(LifeCycleId life_cycle, uint8_t priority) noexcept;
   // Takes the page out of its queue when this is the first hold; raises its priority to `priority`.
   void hold(PageId id, uint8_t priority) noexcept;
-  // The last unhold queues a shown page and frees a private one.
+  // The last unhold queues a shown page and frees a private one. Letting go of a page that was
+  // freed or that nobody holds throws InternalError in builds with HELICORE_DEBUG_CHECKS; elsewhere
+  // it is counted and ignored.
   void unhold(PageHandle handle);
   void lock(PageHandle handle) noexcept { ++pages_[handle].lock_count; }
   void unlock(PageHandle handle) noexcept { --pages_[handle].lock_count; }
+  [[nodiscard]] uint64_t num_double_releases() const noexcept { return num_double_releases_; }
   // A private page becomes the page of `node`.
   void publish(PageHandle handle, NodeId node, int32_t num_tokens) noexcept;
   // The node is gone: a droppable page is freed, a held one becomes private.
@@ -73,6 +76,7 @@ class PageStore {
   TypedVec<PoolGroupId, Group> groups_;
   TypedVec<LifeCycleId, PoolGroupId> group_of_;
   PageSlab pages_;
+  uint64_t num_double_releases_ = 0;
 };
 
 }  // namespace helicore::kv

@@ -43,6 +43,31 @@ TEST(PageStore, a_private_page_is_freed_by_its_last_unhold) {
   EXPECT_FALSE(b.store.pages().is_current(page));
 }
 
+// Lets go of `page` once too often; what must happen depends on the build.
+void unhold_again(PageStore& store, PageHandle page) {
+#ifdef HELICORE_DEBUG_CHECKS
+  EXPECT_THROW(store.unhold(page), InternalError);
+#else
+  const uint64_t before = store.num_double_releases();
+  store.unhold(page);
+  EXPECT_EQ(store.num_double_releases(), before + 1);
+#endif
+}
+
+TEST(PageStore, a_page_released_twice_in_one_list_is_free_once) {
+  Bench b;
+  const PageHandle page = b.store.allocate(LifeCycleId(0), 35);
+  const PageHandle shown = b.store.allocate(LifeCycleId(0), 35);
+  b.store.publish(shown, NodeId(1), 4);
+  for (const PageHandle& handle : {page, shown}) b.store.unhold(handle);
+  for (const PageHandle& handle : {page, shown}) unhold_again(b.store, handle);
+  EXPECT_EQ(b.store.counts(PoolGroupId(0)).free, 3);
+  EXPECT_EQ(b.store.counts(PoolGroupId(0)).evictable, 1);
+  const PageHandle next = b.store.allocate(LifeCycleId(0), 35);  // the record and slot of `page`
+  unhold_again(b.store, page);
+  EXPECT_EQ(b.store.page(next.id).hold_count, 1u) << "the new owner lost its page";
+}
+
 TEST(PageStore, a_shown_page_is_queued_while_nobody_holds_it) {
   Bench b;
   const PageHandle page = b.store.allocate(LifeCycleId(0), 35);
