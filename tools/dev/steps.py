@@ -130,12 +130,14 @@ class Runner:
             log.write(f"{command[0]}: {error}\n".encode())
             return 127
         stop = threading.Event()
-        beat = threading.Thread(target=_heartbeat, args=(stop,), daemon=True)
+        newest = [b""]
+        beat = threading.Thread(target=_heartbeat, args=(stop, newest), daemon=True)
         if not step.echo:
             beat.start()
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
+            newest[0] = line.strip() or newest[0]
             if step.echo:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
@@ -191,10 +193,12 @@ def _is_output(path: Path) -> bool:
     return bool({"build", ".venv", "__pycache__"} & set(path.relative_to(ROOT).parts))
 
 
-def _heartbeat(stop: threading.Event) -> None:
+def _heartbeat(stop: threading.Event, newest: list[bytes]) -> None:
+    """Says every half minute that the command still runs, and what it said last."""
     began = time.monotonic()
     while not stop.wait(HEARTBEAT_SECONDS):
-        _say(f"    still running, {time.monotonic() - began:.0f} s")
+        last = newest[0].decode(errors="replace")[:80]
+        _say(f"    {time.monotonic() - began:.0f} s: {last or 'still running'}")
 
 
 def _tail(log: Path, lines: int) -> list[str]:
