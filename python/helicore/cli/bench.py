@@ -168,5 +168,10 @@ def _finish(report: Report, json: bool, out: Path | None) -> None:
         print_table(f"bench {report.bench}", COLUMNS, report.rows())
         env = report.env
         note(f"{env['cpu']}, {env['threads']} threads, {env['isa']}, commit {env['commit']}")
+    load, cores = report.env.get("load_average"), report.env.get("cores")
+    if load is not None and cores is not None and load > cores:
+        note(
+            f"warning: {load} processes on {cores} cores: the machine is busy, figures are not fair"
+        )
     if report.failures:
         raise typer.Exit(EXIT_FAILED)
