@@ -6,6 +6,8 @@ A stub stands in for the model: its forward pass returns logits that were made b
 else is the real path: scheduler, KV cache manager, batch, native sampler, post-processing. Reported
 are medians over decode steps: `executor` is what the engine itself does (schedule, prepare,
 post-process), `sample` the sampling kernel with its arguments. Greedy sampling, pages of 64 tokens.
+Rows named `cold` read 64 MiB in place of the model, so that every step finds the caches of the CPU
+as a forward pass leaves them; `queue10000` has that many requests waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ PARTS = ("schedule", "prepare", "sample", "postprocess", "executor")
 class StubModel:
     """Answers every step with the same logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cold: bool) -> None:
+        self._weights = np.ones(16 << 20, np.float32) if is_cold else None
         self.config = ModelConfig.from_dict(
             {
                 "model_type": "deepseek_v3",
@@ -56,15 +59,17 @@ class StubModel:
         return [config.kv_lora_rank + config.qk_rope_head_dim] * config.num_hidden_layers
 
     def __call__(self, batch: Any, caches: Any) -> torch.Tensor:
+        if self._weights is not None:
+            self._weights.sum()
         return self._logits[: len(batch.logits_rows)]
 
 
-def decoding_engine(batch: int, num_waiting: int = 0) -> Engine:
+def decoding_engine(batch: int, num_waiting: int, is_cold: bool) -> Engine:
     """An engine with `batch` sequences past their prompts and more requests in the queue."""
     config = EngineConfig(
         kv_cache=KVCacheConfig(host_gb=1), scheduler=SchedulerConfig(max_num_seqs=batch)
     )
-    engine = Engine(config, model=StubModel())  # type: ignore[arg-type]
+    engine = Engine(config, model=StubModel(is_cold))  # type: ignore[arg-type]
     params = SamplingParams(temperature=0, max_tokens=8192, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(batch + num_waiting):
@@ -88,9 +93,10 @@ def step_times(engine: Engine, num_steps: int) -> dict[str, list[float]]:
 
 def run(num_steps: int) -> Report:
     results = []
-    for batch, waiting in [*((b, 0) for b in BATCHES), (64, 10_000)]:
-        engine = decoding_engine(batch, waiting)
-        suffix = f"b{batch}" + (f"_queue{waiting}" if waiting else "")
+    cases = [*((batch, 0, False) for batch in BATCHES), (64, 10_000, False), (64, 0, True)]
+    for batch, waiting, is_cold in cases:
+        engine = decoding_engine(batch, waiting, is_cold)
+        suffix = f"b{batch}{f'_queue{waiting}' if waiting else ''}{'_cold' if is_cold else ''}"
         times = step_times(engine, num_steps)
         results += [
             Result(f"{part}_{suffix}", round(statistics.median(values), 2), "us")
@@ -98,6 +104,7 @@ def run(num_steps: int) -> Report:
         ]
         p90 = sorted(times["executor"])[num_steps * 9 // 10]
         results.append(Result(f"executor_p90_{suffix}", round(p90, 2), "us"))
+        results.append(Result(f"executor_min_{suffix}", round(min(times["executor"]), 2), "us"))
         engine.close()
     return Report("executor", results, environment.collect())
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helicore import kv
-from helicore.executor.lanes import Ints
 from helicore.executor.pool_shape import PoolShape
 
 _ROLE = "latent"
@@ -78,15 +77,14 @@ class KVPool:
         cache.close()
         return None
 
-    def reserve_many(self, lanes: Ints, num_tokens: Ints) -> NDArray[np.bool_]:
+    def reserve_many(self, lanes: Sequence[int], num_tokens: list[int]) -> list[bool]:
         """Makes room for so many tokens in each lane; which of them got it."""
-        results = self._manager.resize_many(self._of(lanes.tolist()), num_tokens.astype(np.int32))
-        return np.asarray(results, np.bool_)
+        return list(self._manager.resize_many(self._of(lanes), num_tokens))
 
     def commit_many(self, lanes: Sequence[int], tokens: Sequence[NDArray[np.int32]]) -> None:
         """Declares the next tokens of lanes final; entries of block_table may change."""
-        counts = np.array([len(part) for part in tokens], np.int32)
-        self._manager.commit_many(self._of(lanes), np.concatenate(tokens), counts)
+        flat = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        self._manager.commit_many(self._of(lanes), flat, [len(part) for part in tokens])
 
     def release(self, lane: int, tokens: NDArray[np.int32]) -> None:
         """Commits the last tokens of a lane and gives its pages back; they stay reusable."""

@@ -80,6 +80,8 @@ class Scheduler:
         self._decoding: set[int] = set()
         self._decode_lanes: Ints = np.empty(0, np.int64)
         self._is_stale = False
+        # Lanes whose pages may be full: those that just filled one, or began to decode.
+        self._may_grow: list[int] = []
         self._blocked_at: tuple[Sequence | None, int] = (None, 0)
 
     # --- the step ----------------------------------------------------------------------------
@@ -99,6 +101,7 @@ class Scheduler:
         computed = lanes.num_tokens[step.decode]
         lanes.num_computed[step.decode] = computed
         to_commit = step.decode[computed % page == 0].tolist()
+        self._may_grow += to_commit
         for chunk in step.chunks:
             lane, end = chunk.sequence.lane, chunk.start + chunk.length
             lanes.num_computed[lane] = end
@@ -148,18 +151,25 @@ class Scheduler:
 
     def _grow_decodes(self) -> None:
         """Reserves the row of this step for each decoding lane, preempting where pages lack."""
-        lanes, page = self._lanes, self._pool.page_size
-        decode = self._current_decodes()
-        need = decode[lanes.num_tokens[decode] > lanes.num_reserved[decode]]
-        while len(need):
-            want = -(-lanes.num_tokens[need] // page) * page
+        tokens, reserved = self._lanes.num_tokens, self._lanes.num_reserved
+        page = self._pool.page_size
+        need = [
+            lane
+            for lane in self._may_grow
+            if lane in self._decoding and tokens[lane] > reserved[lane]
+        ]
+        while need:
+            want = [-(-int(tokens[lane]) // page) * page for lane in need]
             granted = self._pool.reserve_many(need, want)
-            lanes.num_reserved[need[granted]] = want[granted]
-            need = need[~granted]
-            if len(need):
+            for lane, num_tokens, ok in zip(need, want, granted, strict=True):
+                if ok:
+                    reserved[lane] = num_tokens
+            need = [lane for lane, ok in zip(need, granted, strict=True) if not ok]
+            if need:
                 victim = max(self.running, key=lambda sequence: sequence.order)
-                need = need[need != victim.lane]
+                need = [lane for lane in need if lane != victim.lane]
                 self._preempt(victim)
+        self._may_grow.clear()
 
     def _preempt(self, victim: Sequence) -> None:
         self._leave_lane(victim)
@@ -181,6 +191,7 @@ class Scheduler:
         self._prefilling.remove(sequence)
         sequence.phase = Phase.DECODE
         self._decoding.add(sequence.lane)
+        self._may_grow.append(sequence.lane)
         self._is_stale = True
 
     def _commit_pages(self, lanes: list[int]) -> None:
