@@ -97,5 +97,12 @@ class HelicoreGroup(TyperGroup):
             if ctx.meta["helicore.debug"] or hasattr(error, "exit_code"):
                 raise
             note(f"error: {one_line(error)}")
-            bad_input = isinstance(error, (ValueError, FileNotFoundError))
-            raise typer.Exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED) from None
+            raise typer.Exit(_exit_code(error)) from None
+
+
+def _exit_code(error: Exception) -> int:
+    from helicore import NotSupportedError
+
+    asked_wrongly = (ValueError, FileNotFoundError, IsADirectoryError, PermissionError)
+    bad_input = isinstance(error, (*asked_wrongly, NotSupportedError))
+    return EXIT_BAD_INPUT if bad_input else EXIT_FAILED

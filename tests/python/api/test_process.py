@@ -85,6 +85,8 @@ def test_ctrl_c_ends_generation_with_exit_code_130() -> None:
     [
         (("generate", "--model", "org/none", "--prompt", "x"), "hf download org/none"),
         (("generate", "--prompt", "x", "--temperature", "nan"), "temperature"),
+        (("generate", "--prompt", "x", "--device", "cuda"), "device"),
+        (("generate", "--prompt-file", "."), "directory"),
     ],
 )
 def test_an_error_is_one_line_without_traceback(arguments: tuple[str, ...], message: str) -> None:
