@@ -115,12 +115,13 @@ def cuda_compile(environment: Environment) -> list[Step]:
         print("==> CUDA compile: no nvcc on this machine, left out", flush=True)
         return []
     preset = "cuda-release"
+    build = ["cmake", "--build", "--preset", preset, "-j", str(os.cpu_count() or 2)]
     return [
         Step(
             title="CUDA compile for sm_90a",
             commands=[
                 ["cmake", "--preset", preset],
-                ["cmake", "--build", "--preset", preset, "-j", str(os.cpu_count() or 2)],
+                [*build, "--target", "helicore_static", "helicore_shared"],
             ],
             hint="read the first error in the log; HELICORE_CUDA=OFF builds without CUDA",
             key=digest([str(environment.folder), preset, *sources(*CPP_INPUTS)]),

@@ -33,6 +33,7 @@ class Environment:
         return {
             "PATH": f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}",
             "VIRTUAL_ENV": str(self.folder),
+            "CXX": os.environ.get("CXX", "g++"),  # one name for it, which the cache keys carry
             "CCACHE_BASEDIR": str(ROOT),
             "CCACHE_NOHASHDIR": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
