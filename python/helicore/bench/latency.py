@@ -71,7 +71,7 @@ def run(
         "input_len": config.input_len,
         "output_len": config.output_len,
     }
-    return Report("latency", results, env)
+    return Report(f"latency_{batch}", results, env)
 
 
 def _ms(name: str, value: float) -> Result:
