@@ -26,6 +26,7 @@ struct Shape {
   int64_t v;
 };
 constexpr Shape kTiny{12, 128, 16, 32, 32};
+constexpr Shape kTinyQuarter{3, 128, 16, 32, 32};
 constexpr Shape kOneHead{1, 512, 64, 128, 128};
 constexpr Shape kSmallHeads{16, 512, 64, 128, 128};
 constexpr Shape kFull{128, 512, 64, 128, 128};
@@ -218,6 +219,9 @@ BENCHMARK_CAPTURE(decode, tiny_bf16_avx2, kTiny, kBf16, Isa::kAvx2)
 BENCHMARK_CAPTURE(decode, tiny_f32, kTiny, kF32, Isa::kAvx512)->Args({1, 1, 1024})->UseRealTime();
 BENCHMARK_CAPTURE(decode, h1_bf16, kOneHead, kBf16, Isa::kAvx512Bf16)
     ->Args({1, 1, 4096})
+    ->UseRealTime();
+BENCHMARK_CAPTURE(decode, tiny_h3_bf16, kTinyQuarter, kBf16, Isa::kAvx512Bf16)
+    ->Args({1, 1, 1024})
     ->UseRealTime();
 BENCHMARK_CAPTURE(decode, h16_bf16, kSmallHeads, kBf16, Isa::kAvx512Bf16)
     ->Args({1, 1, 4096})

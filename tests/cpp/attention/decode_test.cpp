@@ -64,6 +64,28 @@ TEST(MlaDecode, matches_double_precision_over_ragged_batches_of_every_shape) {
   }
 }
 
+TEST(MlaDecode, matches_double_precision_on_random_shapes) {
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    std::mt19937 rng(seed);
+    auto pick = [&](std::vector<int64_t> values) { return values[rng() % values.size()]; };
+    const Shape shape{.heads = pick({1, 2, 3, 4, 5, 7, 12, 13, 24, 40}),
+                      .rank = 4 * static_cast<int64_t>(1 + rng() % 40),
+                      .rope = 4 * static_cast<int64_t>(rng() % 6),
+                      .page_size = pick({1, 3, 16, 32, 48, 64, 128}),
+                      .dtype = rng() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16};
+    std::vector<Request> requests(1 + rng() % 3);
+    for (Request& r : requests) {
+      r.num_q = static_cast<int64_t>(rng() % 4);
+      r.kv_len = static_cast<int64_t>(rng() % static_cast<uint32_t>(pick({4, 70, 300})));
+    }
+    Problem p(shape, requests, seed);
+    set_isa(static_cast<Isa>(rng() % (static_cast<uint32_t>(detected_isa()) + 1)));
+    p.decode();
+    ASSERT_LE(excess(p), 0.0) << "seed " << seed << " on " << name_of(active_isa());
+  }
+  set_isa(detected_isa());
+}
+
 TEST(MlaDecode, the_check_sees_one_lost_token) {
   Problem p({.dtype = DType::kBFloat16}, {{1, 40}}, 5);
   p.decode();

@@ -134,6 +134,31 @@ TEST(MlaPrefill, agrees_with_the_absorbed_form_over_ragged_batches) {
   }
 }
 
+TEST(MlaPrefill, agrees_with_the_absorbed_form_on_random_shapes) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    std::mt19937 rng(seed);
+    auto pick = [&](std::vector<int64_t> values) { return values[rng() % values.size()]; };
+    std::vector<Request> requests(1 + rng() % 3);
+    for (Request& r : requests) {
+      r.num_q = static_cast<int64_t>(rng() % 50);
+      r.kv_len = static_cast<int64_t>(rng() % static_cast<uint32_t>(pick({4, 70, 200})));
+    }
+    const DType dtype = rng() % 2 == 0 ? DType::kFloat32 : DType::kBFloat16;
+    Expanded x({.heads = pick({1, 2, 5}),
+                .rank = 4 * static_cast<int64_t>(1 + rng() % 20),
+                .rope = 4 * static_cast<int64_t>(rng() % 5),
+                .page_size = pick({1, 3, 16, 48, 64}),
+                .dtype = dtype},
+               requests, 4 * static_cast<int64_t>(1 + rng() % 12),
+               4 * static_cast<int64_t>(1 + rng() % 12));
+    set_isa(static_cast<Isa>(rng() % (static_cast<uint32_t>(detected_isa()) + 1)));
+    x.prefill();
+    ASSERT_LE(x.difference(x.absorbed()), dtype == DType::kFloat32 ? 3e-5 : 4e-2)
+        << "seed " << seed << " on " << name_of(active_isa());
+  }
+  set_isa(detected_isa());
+}
+
 TEST(MlaPrefill, the_comparison_sees_a_shifted_causal_edge) {
   Expanded x({.heads = 2, .dtype = DType::kBFloat16}, {{20, 40}}, 16, 16);
   const Values want = x.absorbed();

@@ -87,6 +87,7 @@ void decode_task(const MlaDecodeParams& p, const DecodeTask& task, const DecodeS
   tile.depth = static_cast<int>(width);
   tile.width = p.cache.kv_lora_rank;
   tile.ldo = ldo;
+  tile.few_heads = p.num_heads <= kFewHeads;  // not by rows: bits must not depend on S_q
   tile.scale_log2 = p.scale * 1.44269504088896340736f;
   const int64_t rows16 = int64_t{tile.num_vecs} * 16;
   Carver carver{static_cast<char*>(scratch.worker)};

@@ -26,11 +26,13 @@ inline constexpr int kTileTokens = 8;
 inline constexpr int kTileVecs = 2;
 inline constexpr int kStripVecs = 2;
 inline constexpr int kMaxPvRows = 12;
+inline constexpr int kFewHeads = 4;  // up to here scores are dot products along the lanes
 #else
 inline constexpr int kTileTokens = 4;
 inline constexpr int kTileVecs = 1;
 inline constexpr int kStripVecs = 1;
 inline constexpr int kMaxPvRows = 4;
+inline constexpr int kFewHeads = 0;
 #endif
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -85,6 +87,22 @@ static inline void load_pairs(const BFloat16* p, VF& even, VF& odd) {
   }
 #endif
 }
+
+#if defined(HELICORE_SIMD_AVX512)
+// Sums of the lanes of four vectors.
+static inline __m128 reduce_four(const VF* a) {
+  const __m512 t0 =
+      _mm512_add_ps(_mm512_unpacklo_ps(a[0].v, a[1].v), _mm512_unpackhi_ps(a[0].v, a[1].v));
+  const __m512 t1 =
+      _mm512_add_ps(_mm512_unpacklo_ps(a[2].v, a[3].v), _mm512_unpackhi_ps(a[2].v, a[3].v));
+  const __m512d d0 = _mm512_castps_pd(t0);
+  const __m512d d1 = _mm512_castps_pd(t1);
+  const __m512 u = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(d0, d1)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(d0, d1)));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(u), _mm512_extractf32x8_ps(u, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
 
 // How the broadcast operand A meets the packed operand B.
 struct MulF32 {  // float32 x float32
@@ -170,6 +188,58 @@ static inline void dot_tile(const typename Mul::A* a, int64_t lda, const typenam
   }
 }
 
+#if defined(HELICORE_SIMD_AVX512)
+// Dot products along the lanes, for few heads: scores of kTokens keys and four query rows, out[t *
+// ldo + r]. q holds rows of `depth` elements. Broadcasting would leave most lanes of a score vector
+// idle.
+template <class Mul, int kTokens>
+static inline void few_tile(const typename Mul::A* k, int64_t ldk, const typename Mul::A* q,
+                            int64_t depth, float* out, int64_t ldo) {
+  VF acc[kTokens][4];
+#pragma GCC unroll 4
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) acc[t][r] = zero();
+  }
+  if constexpr (sizeof(typename Mul::A) == 4) {
+    for (int64_t i = 0; i < depth; i += 16) {
+      const __mmask16 mask = tail_mask(static_cast<int>(min64(16, depth - i)));
+      __m512 x[kTokens];
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) x[t] = _mm512_maskz_loadu_ps(mask, k + t * ldk + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const __m512 y = _mm512_maskz_loadu_ps(mask, q + r * depth + i);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) acc[t][r].v = _mm512_fmadd_ps(x[t], y, acc[t][r].v);
+      }
+    }
+  } else {
+#if defined(HELICORE_SIMD_BF16)
+    for (int64_t i = 0; i < depth; i += 32) {
+      const __mmask32 mask =
+          depth - i >= 32 ? 0xffffffffu : static_cast<__mmask32>((1u << (depth - i)) - 1u);
+      __m512bh x[kTokens];
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        x[t] = (__m512bh)_mm512_maskz_loadu_epi16(mask, k + t * ldk + i);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const __m512bh y = (__m512bh)_mm512_maskz_loadu_epi16(mask, q + r * depth + i);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; ++t) {
+          acc[t][r].v = _mm512_dpbf16_ps(acc[t][r].v, x[t], y);
+        }
+      }
+    }
+#endif
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < kTokens; ++t) _mm_storeu_ps(out + t * ldo, reduce_four(acc[t]));
+}
+#endif
+
 // num_tokens (<= 16, rows up to the next multiple of the tile are read) rows of a against num_vecs
 // panels of b.
 template <class Mul>
@@ -206,26 +276,27 @@ struct ComputeF32 {
   // Column order of accumulators is memory order.
   static inline void to_columns(VF*) {}
 
-  template <int kRows>
+  template <int kRows, int kStrips>
   static inline void pv_tile(const float* const* seg, int64_t ldv, int num_tokens, const float* p,
                              int64_t ldp, const float* alpha, float* o, int64_t ldo, int num_cols) {
-    VF acc[kRows][kStripVecs];
+    constexpr int kVecs = kStripVecs * kStrips;
+    VF acc[kRows][kVecs];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kStripVecs; ++v) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
         acc[r][v] = alpha == nullptr ? zero() : mul(set1(alpha[r]), load(o + r * ldo + v * 16));
       }
     }
-    const bool full = num_cols >= kStrip;
+    const bool full = num_cols >= kStrip * kStrips;
     for (int t0 = 0; t0 < num_tokens; t0 += kSegmentTokens) {
       const float* x = seg[t0 / kSegmentTokens];
       const int n = static_cast<int>(min64(kSegmentTokens, num_tokens - t0));
       const float* pt = p + t0 * ldp;
       for (int t = 0; t < n; ++t, x += ldv, pt += ldp) {
-        VF y[kStripVecs];
-#pragma GCC unroll 2
-        for (int v = 0; v < kStripVecs; ++v) {
+        VF y[kVecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
           const int left = num_cols - v * 16;
           y[v] = full ? load(x + v * 16)
                       : (left > 0 ? load_n(x + v * 16, left < 16 ? left : 16) : zero());
@@ -233,15 +304,15 @@ struct ComputeF32 {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const VF w = set1(pt[r]);
-#pragma GCC unroll 2
-          for (int v = 0; v < kStripVecs; ++v) acc[r][v] = fma(w, y[v], acc[r][v]);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVecs; ++v) acc[r][v] = fma(w, y[v], acc[r][v]);
         }
       }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kStripVecs; ++v) store(o + r * ldo + v * 16, acc[r][v]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) store(o + r * ldo + v * 16, acc[r][v]);
     }
   }
 };
@@ -273,20 +344,19 @@ struct ComputeBf16 {
     a[1].v = _mm512_permutex2var_ps(lo, second, hi);
   }
 
-  template <int kRows>
+  template <int kRows, int kStrips>
   static inline void pv_tile(const BFloat16* const* seg, int64_t ldv, int num_tokens,
                              const BFloat16* p, int64_t ldp, const float* alpha, float* o,
                              int64_t ldo, int num_cols) {
-    __m512 acc[kRows][2];
+    constexpr int kVecs = 2 * kStrips;
+    __m512 acc[kRows][kVecs];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      if (alpha == nullptr) {
-        acc[r][0] = _mm512_setzero_ps();
-        acc[r][1] = _mm512_setzero_ps();
-      } else {
-        const __m512 w = _mm512_set1_ps(alpha[r]);
-        acc[r][0] = _mm512_mul_ps(w, _mm512_loadu_ps(o + r * ldo));
-        acc[r][1] = _mm512_mul_ps(w, _mm512_loadu_ps(o + r * ldo + 16));
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        acc[r][v] = alpha == nullptr ? _mm512_setzero_ps()
+                                     : _mm512_mul_ps(_mm512_set1_ps(alpha[r]),
+                                                     _mm512_loadu_ps(o + r * ldo + v * 16));
       }
     }
     const __mmask32 mask =
@@ -299,22 +369,28 @@ struct ComputeBf16 {
         // The partner of an odd last token is the token itself, with probability 0: no unused row
         // is read.
         const BFloat16* x1 = t + 1 < n ? x + ldv : x;
-        const __m512i v0 = _mm512_maskz_loadu_epi16(mask, x);
-        const __m512i v1 = _mm512_maskz_loadu_epi16(mask, x1);
-        const __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(v0, v1);
-        const __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(v0, v1);
+        __m512bh y[kVecs];
+#pragma GCC unroll 4
+        for (int i = 0; i < kStrips; ++i) {
+          const __m512i v0 =
+              kStrips > 1 ? _mm512_loadu_si512(x + i * 32) : _mm512_maskz_loadu_epi16(mask, x);
+          const __m512i v1 =
+              kStrips > 1 ? _mm512_loadu_si512(x1 + i * 32) : _mm512_maskz_loadu_epi16(mask, x1);
+          y[2 * i] = (__m512bh)_mm512_unpacklo_epi16(v0, v1);
+          y[2 * i + 1] = (__m512bh)_mm512_unpackhi_epi16(v0, v1);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const __m512bh w = broadcast_pair(pt + 2 * r);
-          acc[r][0] = _mm512_dpbf16_ps(acc[r][0], lo, w);
-          acc[r][1] = _mm512_dpbf16_ps(acc[r][1], hi, w);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVecs; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], y[v], w);
         }
       }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      _mm512_storeu_ps(o + r * ldo, acc[r][0]);
-      _mm512_storeu_ps(o + r * ldo + 16, acc[r][1]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) _mm512_storeu_ps(o + r * ldo + v * 16, acc[r][v]);
     }
   }
 };
@@ -331,7 +407,8 @@ struct AttendTile {
   int width = 0;                   // width of v
   int64_t ldo = 0;                 // width rounded up to a strip
   float scale_log2 = 0.0f;         // sigma * log2(e)
-  Elem* q = nullptr;               // [num_vecs][depth / pair][16][pair]
+  Elem* q = nullptr;               // [num_vecs][depth / pair][16][pair], or [16 num_vecs][depth]
+  bool few_heads = false;          // q is in rows and scores are dot products along the lanes
   float* scores = nullptr;         // [kBlockTokens][16 num_vecs]
   Elem* p = nullptr;               // [kBlockTokens / pair][16 num_vecs][pair]
   float* alpha = nullptr;          // [16 num_vecs]
@@ -359,6 +436,19 @@ static inline void reset(SoftmaxState& state, int num_vecs) {
 template <class C, class T>
 static inline void pack_queries(const T* q, int64_t row_stride, AttendTile<C>& tile) {
   constexpr int kPair = C::kPair;
+  if (tile.few_heads) {
+    for (int row = 0; row < 16 * tile.num_vecs; ++row) {
+      for (int k = 0; k < tile.depth; ++k) {
+        typename C::Elem* out = tile.q + int64_t{row} * tile.depth + k;
+        if (row < tile.num_rows) {
+          *out = static_cast<typename C::Elem>(q[row * row_stride + k]);
+        } else {
+          *out = {};
+        }
+      }
+    }
+    return;
+  }
   const int64_t panel = int64_t{tile.depth} * 16;
   for (int v = 0; v < tile.num_vecs; ++v) {
     typename C::Elem* out = tile.q + v * panel;
@@ -419,14 +509,37 @@ static inline void softmax_vec(AttendTile<C>& tile, SoftmaxState& state, int v, 
   store(state.l + v * 16, add(sum0, sum1));
 }
 
-template <class C, int kRows>
+template <class C, int kRows, int kStrips>
 static void pv_rows(const typename C::Elem* const* seg, int64_t ldv, int num_tokens, int row,
                     int col, const AttendTile<C>& tile, SoftmaxState& state) {
   const typename C::Elem* moved[kSegments];
   for (int s = 0; s < kSegments; ++s) moved[s] = seg[s] + col;
-  C::template pv_tile<kRows>(moved, ldv, num_tokens, tile.p + row * C::kPair,
-                             int64_t{tile.num_vecs} * 16, state.empty ? nullptr : tile.alpha + row,
-                             state.o + row * tile.ldo + col, tile.ldo, tile.width - col);
+  C::template pv_tile<kRows, kStrips>(moved, ldv, num_tokens, tile.p + row * C::kPair,
+                                      int64_t{tile.num_vecs} * 16,
+                                      state.empty ? nullptr : tile.alpha + row,
+                                      state.o + row * tile.ldo + col, tile.ldo, tile.width - col);
+}
+
+// Strips that a tile of few rows takes at a time, so that enough chains are in flight.
+static constexpr int strips_of(int num_rows) {
+#if defined(HELICORE_SIMD_AVX512)
+  return num_rows <= 3 ? 4 : (num_rows <= 6 ? 2 : 1);
+#else
+  return num_rows == 1 ? 4 : (num_rows == 2 ? 2 : 1);
+#endif
+}
+
+template <class C, int kRows>
+static inline void pv_columns(const typename C::Elem* const* seg, int64_t ldv, int num_tokens,
+                              int row, const AttendTile<C>& tile, SoftmaxState& state) {
+  constexpr int kStrips = strips_of(kRows);
+  int col = 0;
+  for (; col + C::kStrip * kStrips <= tile.width; col += C::kStrip * kStrips) {
+    pv_rows<C, kRows, kStrips>(seg, ldv, num_tokens, row, col, tile, state);
+  }
+  for (; col < tile.width; col += C::kStrip) {
+    pv_rows<C, kRows, 1>(seg, ldv, num_tokens, row, col, tile, state);
+  }
 }
 
 template <class C>
@@ -434,32 +547,30 @@ static inline void accumulate_values(const typename C::Elem* const* seg, int64_t
                                      int num_tokens, const AttendTile<C>& tile,
                                      SoftmaxState& state) {
   const int tiles = (tile.num_rows + kMaxPvRows - 1) / kMaxPvRows;
-  for (int col = 0; col < tile.width; col += C::kStrip) {
-    for (int i = 0; i < tiles; ++i) {
-      const int row = tile.num_rows * i / tiles;
-      switch (tile.num_rows * (i + 1) / tiles - row) {
-#define HELICORE_PV_ROWS(n)                                     \
-  case n:                                                       \
-    pv_rows<C, n>(seg, ldv, num_tokens, row, col, tile, state); \
+  for (int i = 0; i < tiles; ++i) {
+    const int row = tile.num_rows * i / tiles;
+    switch (tile.num_rows * (i + 1) / tiles - row) {
+#define HELICORE_PV_ROWS(n)                                   \
+  case n:                                                     \
+    pv_columns<C, n>(seg, ldv, num_tokens, row, tile, state); \
     break
-        HELICORE_PV_ROWS(1);
-        HELICORE_PV_ROWS(2);
-        HELICORE_PV_ROWS(3);
-        HELICORE_PV_ROWS(4);
+      HELICORE_PV_ROWS(1);
+      HELICORE_PV_ROWS(2);
+      HELICORE_PV_ROWS(3);
+      HELICORE_PV_ROWS(4);
 #if defined(HELICORE_SIMD_AVX512)
-        HELICORE_PV_ROWS(5);
-        HELICORE_PV_ROWS(6);
-        HELICORE_PV_ROWS(7);
-        HELICORE_PV_ROWS(8);
-        HELICORE_PV_ROWS(9);
-        HELICORE_PV_ROWS(10);
-        HELICORE_PV_ROWS(11);
-        HELICORE_PV_ROWS(12);
+      HELICORE_PV_ROWS(5);
+      HELICORE_PV_ROWS(6);
+      HELICORE_PV_ROWS(7);
+      HELICORE_PV_ROWS(8);
+      HELICORE_PV_ROWS(9);
+      HELICORE_PV_ROWS(10);
+      HELICORE_PV_ROWS(11);
+      HELICORE_PV_ROWS(12);
 #endif
 #undef HELICORE_PV_ROWS
-        default:
-          break;
-      }
+      default:
+        break;
     }
   }
 }
@@ -481,7 +592,16 @@ static void attend_block(const TokenBlock<typename C::Elem>& block, AttendTile<C
                          SoftmaxState& state) {
   const int n = block.num_tokens;
   const int64_t lds = int64_t{tile.num_vecs} * 16;
-  for (int t = 0; t < n; t += kSegmentTokens) {
+#if defined(HELICORE_SIMD_AVX512)
+  for (int t = 0; tile.few_heads && t < n; t += 4) {
+    const typename C::Elem* k = block.k[t / kSegmentTokens] + t % kSegmentTokens * block.ldk;
+    for (int r = 0; r < tile.num_rows; r += 4) {
+      few_tile<typename C::Dot, 4>(k, block.ldk, tile.q + int64_t{r} * tile.depth, tile.depth,
+                                   tile.scores + t * lds + r, lds);
+    }
+  }
+#endif
+  for (int t = 0; !tile.few_heads && t < n; t += kSegmentTokens) {
     dot_rows<typename C::Dot>(
         block.k[t / kSegmentTokens], block.ldk, static_cast<int>(min64(kSegmentTokens, n - t)),
         tile.q, int64_t{tile.depth} * 16, tile.num_vecs, tile.depth, tile.scores + t * lds, lds);
