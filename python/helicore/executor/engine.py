@@ -233,6 +233,8 @@ class Engine:
             if params.prompt_logprobs is not None and index == 0:
                 sequence.prompt_logprobs = [None]
             request.sequences.append(sequence)
+        request.num_unfinished = params.n
+        request.has_held = params.n > 1
 
     def _update_gauges(self) -> None:
         counters = self.counters

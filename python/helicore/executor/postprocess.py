@@ -9,7 +9,7 @@ from helicore.executor.counters import EngineCounters
 from helicore.executor.lanes import BAD_TOKEN, Ints, Lanes
 from helicore.executor.sampler import Sampled
 from helicore.executor.scheduler import Scheduler
-from helicore.executor.sequence import Phase, Sequence
+from helicore.executor.sequence import Sequence
 from helicore.executor.updates import FinishReason, SequenceUpdate, TokenLogprobs
 
 
@@ -141,7 +141,8 @@ class PostProcessor:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._scheduler.remove(sequence)
         request = sequence.request
-        if all(other.phase is Phase.DONE for other in request.sequences):
+        request.num_unfinished -= 1
+        if not request.num_unfinished:
             self._finished.append(request.request_id)
         if reason == "stop":
             self._counters.finished_stop += 1

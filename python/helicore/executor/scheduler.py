@@ -212,8 +212,8 @@ class Scheduler:
 
     def _release_siblings(self, request: Request) -> None:
         """Queues the sequences that waited for the first one to compute the common prompt."""
-        first = request.sequences[0]
-        if len(request.sequences) > 1 and first.phase in (Phase.DECODE, Phase.DONE):
+        if request.has_held and request.sequences[0].phase in (Phase.DECODE, Phase.DONE):
+            request.has_held = False
             for sequence in request.sequences:
                 if sequence.phase is Phase.HELD:
                     self._enqueue(sequence)

@@ -54,6 +54,9 @@ class Request:
     """Ids that end a sequence, end-of-sequence ids included unless they are ignored."""
     eos_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+    has_held: bool = False
+    """True while sequences after the first wait for it to compute the prompt."""
 
 
 @dataclass(slots=True, eq=False)

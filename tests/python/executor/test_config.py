@@ -62,13 +62,13 @@ def test_there_are_integer_and_size_settings_to_test() -> None:
         (lambda: KVCacheConfig(dtype="int4"), "dtype"),
         (lambda: KVCacheConfig(block_size=24), "block_size"),
         (lambda: KVCacheConfig(host_gb=0), "host_gb"),
-        (lambda: KVCacheConfig(enable_prefix_caching=1), "enable_prefix_caching"),
+        (lambda: KVCacheConfig(enable_prefix_caching=1), "enable_prefix_caching"),  # type: ignore[arg-type]
         (lambda: EngineConfig(model=""), "model"),
-        (lambda: EngineConfig(model=None), "model"),
+        (lambda: EngineConfig(model=None), "model"),  # type: ignore[arg-type]
         (lambda: EngineConfig(dtype="float16"), "dtype"),
         (lambda: EngineConfig(device="tpu"), "device"),
-        (lambda: EngineConfig(kv_cache={}), "kv_cache"),
-        (lambda: EngineConfig(scheduler=None), "scheduler"),
+        (lambda: EngineConfig(kv_cache={}), "kv_cache"),  # type: ignore[arg-type]
+        (lambda: EngineConfig(scheduler=None), "scheduler"),  # type: ignore[arg-type]
         (lambda: EngineConfig(num_threads=5000), "num_threads"),
         (lambda: EngineConfig(max_model_len=1), "max_model_len"),
         (lambda: SchedulerConfig(max_num_batched_tokens=100), "max_num_batched_tokens"),

@@ -188,6 +188,22 @@ def test_deterministic_logits_do_not_depend_on_batch_cuts_cache_or_preemption(v3
     assert engines["cache"].counters.prefix_cache_hits > 0
 
 
+def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    random_model(SPECS[0]).save_pretrained(tmp_path)
+    config = EngineConfig(
+        model=tmp_path,
+        dtype="bfloat16",
+        deterministic=True,
+        kv_cache=KVCacheConfig(host_gb=0.01, block_size=32, enable_prefix_caching=False),
+    )
+    engine = Engine(config)
+    prompts = ragged_prompts(16, seed=14)
+    alone = [all_logprobs(generate(engine, [prompt], EVERYTHING)[0]) for prompt in prompts]
+    together = [all_logprobs(updates) for updates in generate(engine, prompts, EVERYTHING)]
+    assert together == alone
+    engine.close()
+
+
 def test_a_seeded_request_draws_the_same_tokens_in_any_batch(v3: Loaded) -> None:
     params = SamplingParams(temperature=1.3, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
     prompts = ragged_prompts(8, seed=8)

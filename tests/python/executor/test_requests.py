@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,10 @@ class Words:
         return self._stop if self._stop and self._stop in self.text else None
 
 
+def give(words: Words) -> Words:
+    return words
+
+
 def test_a_stop_string_ends_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [8, 9, 10, 11])
     engine, _ = fake_engine()
@@ -142,7 +147,7 @@ def test_the_text_of_a_stop_id_is_left_out_unless_asked_for(
         engine, _ = fake_engine()
         words = Words("never")
         params = greedy(stop=["never"], include_stop_str_in_output=include)
-        engine.add_request("a", PROMPT, params, detokenizer_factory=lambda words=words: words)
+        engine.add_request("a", PROMPT, params, detokenizer_factory=partial(give, words))
         drain(engine)
         assert words.text == text
 
@@ -259,6 +264,10 @@ def test_a_detokenizer_that_raises_aborts_its_request_only() -> None:
     assert engine.counters.kv_pages_in_use == 0
 
 
+def interrupted(*args: Any) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
 def test_an_interrupt_inside_a_step_leaves_the_engine_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -266,7 +275,7 @@ def test_an_interrupt_inside_a_step_leaves_the_engine_usable(
     engine.add_request("a", PROMPT, greedy())
     got = [token for u in engine.step() for token in u.new_token_ids]
     with monkeypatch.context() as patch:
-        patch.setattr(FakeModel, "__call__", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(FakeModel, "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     got += tokens_of(drain(engine)["a", 0])
@@ -310,10 +319,10 @@ def test_a_bad_request_is_refused_by_the_name_of_its_field(
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs"])
 def test_parameters_beyond_the_vocabulary_are_refused(field: str) -> None:
-    value = {"stop_token_ids": [VOCAB], "logit_bias": {VOCAB: 1.0}}.get(field, VOCAB + 1)
+    values: dict[str, Any] = {"stop_token_ids": [VOCAB], "logit_bias": {VOCAB: 1.0}}
     engine, _ = fake_engine()
     with pytest.raises(ValueError, match=field):
-        engine.add_request("x", PROMPT, greedy(**{field: value}))
+        engine.add_request("x", PROMPT, greedy(**{field: values.get(field, VOCAB + 1)}))
     assert not engine.has_unfinished()
 
 

@@ -297,3 +297,33 @@ def test_the_logits_of_prompts_in_one_step_are_bounded_together() -> None:
     assert max(tokens for _, tokens in model.batches) <= 10 + 2, "ten rows and two decodes"
     for i in range(3):
         assert len(results[str(i), 0][0].prompt_logprobs or []) == 24
+
+
+def test_the_worked_example_of_the_design_document() -> None:
+    engine, model = fake_engine(
+        num_pages=6, block_size=16, max_num_seqs=4, max_num_batched_tokens=32
+    )
+    pool, a = engine._pool, prompt_of(40, 1)
+    engine.add_request("A", a, greedy(12, ignore_eos=True))
+    engine.add_request("B", prompt_of(24, 2), greedy(2, ignore_eos=True))
+    engine.step()
+    assert model.computed == [(0, 32)]
+    assert pool.available_pages() == 3
+    engine.step()
+    assert model.computed[1:] == [(32, 8)]
+    for position in range(40, 48):
+        engine.step()
+        assert model.computed[-1] == (position, 1)
+        assert (pool.available_pages(), engine.counters.num_requests_waiting) == (3, 1)
+    engine.step()
+    assert (model.computed[-1], pool.available_pages()) == ((48, 1), 2)
+    engine.step()
+    ended = [(u.request_id, u.finish_reason) for u in engine.step()]
+    assert (ended, engine.counters.num_steps) == ([("A", "length")], 13)
+    assert pool.available_pages() == 6
+    engine.step()
+    assert model.computed[-1] == (0, 24)
+    drain(engine)
+    output = greedy_output(a, 12, eos=False)
+    engine.add_request("C", (a + output)[:50], greedy(1))
+    assert drain(engine)["C", 0][0].num_cached_tokens == 49
