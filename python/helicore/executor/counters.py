@@ -42,6 +42,8 @@ class EngineCounters:
     finished_stop: int = 0
     finished_length: int = 0
     finished_abort: int = 0
+    failed_steps: int = 0
+    """Steps that raised and were repeated one sequence at a time."""
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     kv_pages_total: int = 0

@@ -5,6 +5,7 @@ add_request -> [waiting] -> step(): schedule, run, post-process -> SequenceUpdat
 
 from __future__ import annotations
 
+import logging
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from helicore.models.base import CausalLM
 from helicore.models.loader import load_model
 from helicore.sampling_params import SamplingParams
 
+_LOGGER = logging.getLogger("helicore")
 _MAX_PROMPT_LOGIT_BYTES = 256 << 20
 
 
@@ -165,6 +167,7 @@ class Engine:
             try:
                 computed = self._compute(step)
             except Exception:
+                self._note_failed_step()
                 updates += self._run_one_by_one(step)
             else:
                 updates += self._finish(step, *computed)
@@ -203,6 +206,15 @@ class Engine:
         for request_id in self._post.take_finished():
             self._requests.pop(request_id, None)
         return updates
+
+    def _note_failed_step(self) -> None:
+        self.counters.failed_steps += 1
+        if self.counters.failed_steps == 1:
+            _LOGGER.warning(
+                "a step failed and is repeated one sequence at a time (said once; the counter "
+                "failed_steps goes on)",
+                exc_info=True,
+            )
 
     # --- the rest ----------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ def test_prompt_logprobs_survive_preemption() -> None:
 # --- errors inside a step --------------------------------------------------------------------
 
 
-def test_a_request_that_breaks_a_step_fails_alone() -> None:
+def test_a_request_that_breaks_a_step_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     engine, model = fake_engine()
     model.broken_token = 33
     engine.add_request("good", PROMPT, greedy())
@@ -228,6 +228,8 @@ def test_a_request_that_breaks_a_step_fails_alone() -> None:
         assert last.finish_reason == "abort"
         assert "token 33 broke the step" in (last.error or "")
     assert engine.counters.kv_pages_in_use == 0
+    assert engine.counters.failed_steps >= 2
+    assert len([record for record in caplog.records if "a step failed" in record.message]) == 1
     assert tokens_of(generate(engine, [PROMPT], greedy())[0]) == greedy_output(PROMPT, 10)
 
 

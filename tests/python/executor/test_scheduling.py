@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from executor.driving import drain, tokens_of
@@ -297,6 +300,20 @@ def test_the_logits_of_prompts_in_one_step_are_bounded_together() -> None:
     assert max(tokens for _, tokens in model.batches) <= 10 + 2, "ten rows and two decodes"
     for i in range(3):
         assert len(results[str(i), 0][0].prompt_logprobs or []) == 24
+
+
+def test_the_benchmark_of_host_work_reports_every_case() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "routines" / "executor.py"
+    spec = importlib.util.spec_from_file_location("executor_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    names = [row.name for row in module.run(2).results]
+    assert {"executor_b1", "executor_b64", "executor_b64_cold", "sample_b64_queue10000"} < set(
+        names
+    )
 
 
 def test_the_worked_example_of_the_design_document() -> None:
