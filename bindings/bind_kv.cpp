@@ -26,7 +26,6 @@ using namespace helicore::kv;
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 using ScopeArg = std::variant<std::monostate, int64_t, ReuseScope>;
 using IndexView = nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>, nb::device::cpu>;
-using IndexRow = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PoolView = nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 // None, a number (an adapter id) or a ReuseScope.
@@ -87,9 +86,9 @@ IndexView index_view(nb::handle_t<KVCache> self, int32_t group, int beam) {
   return IndexView(indices.empty() ? &nothing : indices.data(), {indices.size()}, self);
 }
 
-void set_index_row(KVCache& cache, int beam, int32_t group, std::optional<IndexRow> buf) {
+void set_index_row(KVCache& cache, int beam, int32_t group, const std::optional<Int32Row>& buf) {
   std::optional<std::span<int32_t>> row;
-  if (buf) row = std::span<int32_t>(buf->data(), buf->size());
+  if (buf) row = buf->get();
   cache.set_base_page_index_buf(beam, LifeCycleId(group), row);
 }
 

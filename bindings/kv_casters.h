@@ -61,6 +61,20 @@ struct Int32Arg {
   }
 };
 
+// A contiguous one-dimensional int32 numpy array or CPU tensor that is written in place; never
+// converted, for a converted copy would take the writes.
+struct Int32Row {
+  using Array =
+      nanobind::ndarray<int32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+  Int32Arg tensor;
+  Array array;
+
+  [[nodiscard]] std::span<int32_t> get() const noexcept {
+    if (!tensor.is_borrowed) return {array.data(), array.size()};
+    return {const_cast<int32_t*>(tensor.borrowed.data()), tensor.borrowed.size()};
+  }
+};
+
 // A list or tuple of KVCache objects.
 struct CacheListArg {
   std::vector<kv::KVCache*> caches;
@@ -91,6 +105,20 @@ struct type_caster<helicore::bindings::Int32Arg> {
     } catch (...) {
       return false;
     }
+  }
+};
+
+template <>
+struct type_caster<helicore::bindings::Int32Row> {
+  NB_TYPE_CASTER(helicore::bindings::Int32Row,
+                 const_name("numpy.typing.NDArray[numpy.int32] | torch.Tensor"))
+
+  bool from_python(handle src, uint32_t, cleanup_list* cleanup) noexcept {
+    if (value.tensor.load_tensor(src.ptr())) return true;
+    make_caster<helicore::bindings::Int32Row::Array> caster;
+    if (!caster.from_python(src, 0, cleanup)) return false;
+    value.array = caster.value;
+    return true;
   }
 };
 

@@ -22,6 +22,10 @@ void bind_descs(nb::module_& m) {
       .def_ro("layer_id", &BufferId::layer_id)
       .def_ro("role", &BufferId::role)
       .def("__len__", [](const BufferId&) { return 2; })
+      .def("__iter__",
+           [](const BufferId& self) -> nb::typed<nb::iterator, nb::object> {
+             return nb::iter(nb::make_tuple(self.layer_id, self.role));
+           })
       .def("__getitem__", [](const BufferId& self, int i) -> nb::object {
         if (i == 0 || i == -2) return nb::cast(self.layer_id);
         if (i == 1 || i == -1) return nb::cast(self.role);

@@ -38,8 +38,11 @@ def manager() -> Iterator[kv.KVCacheManager]:
 
 def rows(manager: kv.KVCacheManager, layer: int) -> torch.Tensor:
     """The layer's pool as float32 [num_slots, TPB, ROW / 4]."""
-    view = torch.from_numpy(manager.get_mem_pool_view(layer, "latent")).view(torch.float32)
-    return view.unflatten(1, (TPB, ROW // 4))
+    view: torch.Tensor = torch.from_numpy(manager.get_mem_pool_view(layer, "latent")).view(
+        torch.float32
+    )
+    tokens: torch.Tensor = view.unflatten(1, (TPB, ROW // 4))
+    return tokens
 
 
 def run(manager: kv.KVCacheManager, tokens: list[int], scope: kv.ReuseScope | None = None) -> int:
@@ -130,6 +133,15 @@ def test_page_tables_are_views_and_rows_are_kept_up_to_date(manager: kv.KVCacheM
     assert table[0].tolist() == [77] * 4
     with pytest.raises(ValueError, match="capacity"):
         cache.resize(17)
+    cache.set_base_page_index_buf(0, 0, None)
+    assert cache.resize(17)
+    cache.set_base_page_index_buf(0, 0, np.zeros(8, np.int32))
+    with pytest.raises(ValueError, match="at least 5"):
+        cache.set_base_page_index_buf(0, 0, table[1])
+    with pytest.raises(TypeError):
+        cache.set_base_page_index_buf(0, 0, np.zeros(8, np.int64))  # type: ignore[arg-type]
+    assert cache.resize(16)
+    cache.set_base_page_index_buf(0, 0, table[1])
     cache.suspend()
     assert table[1].tolist() == [-1] * 4
     assert cache.get_base_page_indices().tolist() == [-1] * 4
@@ -204,7 +216,7 @@ def test_no_room_is_false_with_a_reason_and_the_setter_raises() -> None:
     assert "needed" in str(reason)
     with pytest.raises(kv.OutOfPagesError, match="no room") as caught:
         cache.capacity = (total + 1) * TPB
-    assert caught.value.reason == reason  # type: ignore[attr-defined]
+    assert caught.value.reason == reason
     cache.capacity = TPB
     cache.history_length = 2
     assert (cache.capacity, cache.history_length, cache.num_blocks) == (TPB, 2, 1)
