@@ -139,7 +139,7 @@ def test_page_tables_are_views_and_rows_are_kept_up_to_date(manager: kv.KVCacheM
     with pytest.raises(ValueError, match="at least 5"):
         cache.set_base_page_index_buf(0, 0, table[1])
     with pytest.raises(TypeError):
-        cache.set_base_page_index_buf(0, 0, np.zeros(8, np.int64))  # type: ignore[arg-type]
+        cache.set_base_page_index_buf(0, 0, np.zeros(8, np.int64))
     assert cache.resize(16)
     cache.set_base_page_index_buf(0, 0, table[1])
     cache.suspend()
