@@ -2,7 +2,11 @@
 #include <sys/mman.h>
 
 #include <array>
+#include <atomic>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -10,6 +14,20 @@
 #include "helicore/attention/mla.h"
 #include "helicore/core/error.h"
 #include "helicore/core/thread_pool.h"
+
+namespace {
+std::atomic<int64_t> num_allocations{0};
+}  // namespace
+
+// Counts what the whole process allocates; see a_repeated_call_allocates_nothing.
+[[gnu::noinline]] void* operator new(size_t num_bytes) {
+  ++num_allocations;
+  void* p = std::malloc(num_bytes);
+  if (p == nullptr) throw std::bad_alloc();
+  return p;
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, size_t) noexcept { std::free(p); }
 
 namespace helicore::attention {
 namespace {
@@ -165,6 +183,18 @@ TEST(MlaDecode, a_page_id_outside_the_pool_is_refused_before_anything_is_read) {
         << error.what();
   }
   EXPECT_TRUE(std::isnan(p.out.get(0)));
+}
+
+TEST(MlaDecode, a_repeated_call_allocates_nothing) {
+  set_num_threads(3);
+  Problem p({.heads = 12, .dtype = DType::kBFloat16}, {{1, 3000}, {2, 300}}, 1);
+  p.decode();
+  const int64_t before = num_allocations;
+  p.decode();
+  EXPECT_EQ(num_allocations, before);
+  const auto control = std::make_unique<int>(1);
+  EXPECT_GT(num_allocations, before);
+  set_num_threads(2);
 }
 
 TEST(MlaDecode, concurrent_callers_do_not_disturb_each_other) {
