@@ -24,8 +24,9 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   [[nodiscard]] int num_threads() const noexcept { return num_threads_; }
-  // Whether every worker still spins: a region then begins in well under a microsecond, else waking costs several. A
-  // hint for choosing between a region and the calling thread; may be outdated at once.
+  // Whether every worker still spins: a region then begins in well under a microsecond, else waking
+  // costs several. A hint for choosing between a region and the calling thread; may be outdated at
+  // once.
   [[nodiscard]] bool workers_awake() const noexcept;
 
   // Calls fn(task) for task in [0, num_tasks), tasks handed out dynamically in ascending order.
