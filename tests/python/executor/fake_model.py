@@ -75,6 +75,7 @@ class FakeModel:
         """(requests, tokens) of each call."""
         self.computed: list[tuple[int, int]] = []
         """(first position, tokens) of each request of each call."""
+        self.last_batch: ForwardBatch | None = None
         self.broken_token: int | None = None
         """A token that makes the whole call fail."""
 
@@ -84,6 +85,7 @@ class FakeModel:
     def __call__(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:
         num_requests, num_tokens = len(batch.kv_len), len(batch.token_ids)
         self.batches.append((num_requests, num_tokens))
+        self.last_batch = batch
         if self.broken_token is not None and self.broken_token in batch.token_ids.tolist():
             raise RuntimeError(f"token {self.broken_token} broke the step")
         self._check_shapes(batch)

@@ -290,6 +290,23 @@ def test_batches_of_equal_size_but_other_kernels_are_told_apart() -> None:
     assert model.batches == [(2, 64)] * 3
 
 
+def test_steady_decode_steps_share_one_batch_object() -> None:
+    """Models replay a recorded step when the same object comes again."""
+    engine, model = fake_engine()
+    for i in range(3):
+        engine.add_request(str(i), prompt_of(20, i), greedy(20, ignore_eos=True))
+    engine.step()
+    seen = []
+    for _ in range(5):
+        engine.step()
+        seen.append(model.last_batch)
+    assert all(batch is seen[0] for batch in seen)
+    engine.abort("1")
+    engine.step()
+    assert model.last_batch is not seen[0]
+    drain(engine)
+
+
 def test_the_logits_of_prompts_in_one_step_are_bounded_together() -> None:
     engine, model = fake_engine()
     engine._scheduler._max_prompt_logit_rows = 10
