@@ -141,15 +141,9 @@ KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,
                  "capacity must be >= history_length, got ", new_capacity, " < ", new_history);
   HELICORE_CHECK(new_capacity <= INT32_MAX - tokens_per_block_, "kv.resize",
                  "capacity must be < 2^31 - tokens_per_block, got ", new_capacity);
-  const auto blocks =
-      static_cast<size_t>(ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_));
-  for (const IndexTable& table : tables_) {
-    HELICORE_CHECK(!table.is_external || blocks <= table.capacity, "kv.resize", "capacity needs ",
-                   blocks,
-                   " page table entries, the row set by "
-                   "set_base_page_index_buf has ",
-                   table.capacity);
-  }
+  const int32_t blocks = ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_);
+  HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
+                 " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
   return {static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
 }
 
@@ -285,6 +279,7 @@ void KVCache::suspend_locked() {
     table.data = table.own.data();
     table.capacity = table.own.size();
   }
+  max_blocks_ = INT32_MAX;
   status_ = CacheStatus::kSuspended;
   --state_->num_active;
   ++state_->stats.num_suspends;
@@ -401,21 +396,26 @@ void KVCache::set_base_page_index_buf(int beam, LifeCycleId group,
                     " is CLOSED");
   const std::unique_lock lock(state_->mutex);
   const auto count = static_cast<size_t>(num_blocks_);
-  if (!row) {
-    if (!entry.is_external) return;
+  if (row) {
+    HELICORE_CHECK(row->size() >= count, "kv.set_base_page_index_buf", "buf must have at least ",
+                   count, " entries (num_blocks), got ", row->size());
+    std::copy_n(entry.data, count, row->data());
+    std::fill(row->begin() + static_cast<std::ptrdiff_t>(count), row->end(), kBadPageIndex);
+    entry.data = row->data();
+    entry.capacity = row->size();
+    entry.is_external = true;
+  } else if (entry.is_external) {
     entry.own.assign(entry.data, entry.data + count);
     entry.data = entry.own.data();
     entry.capacity = entry.own.size();
     entry.is_external = false;
-    return;
   }
-  HELICORE_CHECK(row->size() >= count, "kv.set_base_page_index_buf", "buf must have at least ",
-                 count, " entries (num_blocks), got ", row->size());
-  std::copy_n(entry.data, count, row->data());
-  std::fill(row->begin() + static_cast<std::ptrdiff_t>(count), row->end(), kBadPageIndex);
-  entry.data = row->data();
-  entry.capacity = row->size();
-  entry.is_external = true;
+  max_blocks_ = INT32_MAX;
+  for (const IndexTable& each : tables_) {
+    if (each.is_external && each.capacity < static_cast<size_t>(max_blocks_)) {
+      max_blocks_ = static_cast<int32_t>(each.capacity);
+    }
+  }
 }
 
 std::vector<int32_t> KVCache::aggregated_page_indices(LifeCycleId group, int beam,

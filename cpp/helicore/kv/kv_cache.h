@@ -157,6 +157,7 @@ class KVCache {
   int32_t history_length_ = 0;
   int32_t num_committed_ = 0;
   int32_t num_blocks_ = 0;
+  int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
   CacheStatus status_ = CacheStatus::kSuspended;
   CommitState commit_state_ = CommitState::kAllowed;
   bool needs_copy_ = false;  // the last block is a shared page, to be copied at the first resume
