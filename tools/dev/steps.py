@@ -208,7 +208,7 @@ def _tail(log: Path, lines: int) -> list[str]:
 
 def _closing_lines(log: Path) -> list[str]:
     """What pytest or ctest says at its end: how many tests passed and failed."""
-    pattern = re.compile(r"\d+ (?:passed|failed)|tests passed,")
+    pattern = re.compile(r"\d+ (?:passed|failed)|tests (?:passed|failed)")
     return [line for line in _tail(log, TAIL_LINES) if pattern.search(line)]
 
 
