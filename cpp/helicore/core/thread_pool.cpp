@@ -77,7 +77,7 @@ struct ThreadPool::Impl {
   TaskFn fn = nullptr;
   void* ctx = nullptr;
   std::atomic<int> active_workers{0};
-  int spin_us = 50;
+  int spin_us = 200;
   std::mutex region_mutex;
   std::vector<std::unique_ptr<WorkerState>> workers;
   AlignedBuffer shared;

@@ -18,7 +18,7 @@ namespace helicore {
 class ThreadPool {
  public:
   // num_threads >= 1 counts the calling thread.
-  explicit ThreadPool(int num_threads, int spin_us = 50);
+  explicit ThreadPool(int num_threads, int spin_us = 200);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
