@@ -16,7 +16,7 @@ namespace helicore::kv {
 using store::kNoSlot;
 
 namespace {
-constexpr int64_t kCompactionSlack = int64_t{256} << 10;  // bytes of journal beyond twice the live
+constexpr int64_t kCompactionSlack = int64_t{64} << 10;  // bytes of journal beyond twice the live
 }  // namespace
 
 void PrefixStore::Impl::write_loop() {
