@@ -19,6 +19,7 @@ namespace helicore::bindings {
 
 void bind_kv_config(nb::module_& m);
 void bind_kv_layout(nb::module_& m);
+void bind_kv_store(nb::module_& m);
 
 namespace {
 
@@ -308,6 +309,7 @@ void bind_kv(nb::module_& m) {
   bind_errors(m);
   bind_cache(m);
   bind_manager(m);
+  bind_kv_store(m);
 }
 
 }  // namespace helicore::bindings
