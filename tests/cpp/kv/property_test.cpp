@@ -312,8 +312,8 @@ class Runner {
   std::optional<std::string> difference_;
 };
 
-#ifdef HELICORE_DEBUG_CHECKS
-constexpr int kNumOperations = 8000;  // each is followed by a full invariant check
+#if defined(HELICORE_DEBUG_CHECKS) || defined(__SANITIZE_THREAD__)
+constexpr int kNumOperations = 8000;  // slow builds; the first kind checks every invariant after each
 #else
 constexpr int kNumOperations = 50000;
 #endif
