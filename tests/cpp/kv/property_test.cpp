@@ -313,7 +313,8 @@ class Runner {
 };
 
 #if defined(HELICORE_DEBUG_CHECKS) || defined(__SANITIZE_THREAD__)
-constexpr int kNumOperations = 8000;  // slow builds; the first kind checks every invariant after each
+constexpr int kNumOperations =
+    8000;  // slow builds; the first kind checks every invariant after each
 #else
 constexpr int kNumOperations = 50000;
 #endif
