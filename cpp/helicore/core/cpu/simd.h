@@ -78,9 +78,9 @@ static inline VF max(VF a, VF b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline VF min(VF a, VF b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline float reduce_add(VF a) { return _mm512_reduce_add_ps(a.v); }
 static inline float reduce_max(VF a) { return _mm512_reduce_max_ps(a.v); }
-// 2^a for a in [-126, 127]; smaller inputs give 0 (max error about 2 ulp).
+// 2^a for a in [-126, 127]; smaller inputs give 0, NaN gives NaN (max error about 2 ulp).
 static inline VF exp2(VF a) {
-  __m512 x = _mm512_max_ps(a.v, _mm512_set1_ps(-127.0f));
+  __m512 x = _mm512_max_ps(_mm512_set1_ps(-127.0f), a.v);
   __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 f = _mm512_sub_ps(x, n);
   __m512 p = _mm512_set1_ps(1.535336188319500e-4f);
@@ -91,7 +91,7 @@ static inline VF exp2(VF a) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472028550421e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
   __m512 r = _mm512_scalef_ps(p, n);
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), r)};
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), r)};
 }
 
 #elif defined(HELICORE_SIMD_AVX2)
@@ -168,7 +168,7 @@ static inline float reduce_max(VF x) {
   return _mm_cvtss_f32(_mm_max_ss(t, _mm_shuffle_ps(t, t, 1)));
 }
 static inline __m256 exp2_half(__m256 a) {
-  __m256 x = _mm256_max_ps(a, _mm256_set1_ps(-127.0f));
+  __m256 x = _mm256_max_ps(_mm256_set1_ps(-127.0f), a);
   __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 f = _mm256_sub_ps(x, n);
   __m256 p = _mm256_set1_ps(1.535336188319500e-4f);
@@ -181,7 +181,7 @@ static inline __m256 exp2_half(__m256 a) {
   __m256i e =
       _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   __m256 r = _mm256_mul_ps(p, _mm256_castsi256_ps(e));
-  return _mm256_and_ps(r, _mm256_cmp_ps(a, _mm256_set1_ps(-126.0f), _CMP_GE_OQ));
+  return _mm256_and_ps(r, _mm256_cmp_ps(a, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ));
 }
 static inline VF exp2(VF x) { return {exp2_half(x.a), exp2_half(x.b)}; }
 
@@ -228,7 +228,7 @@ static inline float reduce_max(VF a) {
   for (float x : a.v) m = x > m ? x : m;
   return m;
 }
-static inline VF exp2(VF a) { HELICORE_LANES(a.v[i] >= -126.0f ? std::exp2(a.v[i]) : 0.0f); }
+static inline VF exp2(VF a) { HELICORE_LANES(a.v[i] < -126.0f ? 0.0f : std::exp2(a.v[i])); }
 #undef HELICORE_LANES
 
 #endif
