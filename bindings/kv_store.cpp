@@ -21,8 +21,8 @@ namespace helicore::bindings {
 namespace {
 
 using namespace helicore::kv;
-using Pages = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using WritablePages = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Pages = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using WritablePages = nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Statuses = std::vector<BlockStatus>;
 using MaybeToken = std::optional<StoreToken>;
 using ScopeArg = std::variant<std::monostate, int64_t, ReuseScope>;
@@ -248,10 +248,13 @@ void bind_store_class(nb::module_& m) {
           "close", [](H& self) { self.store().close(); }, ReleaseGil(),
           "End what was put and release the directory. Idempotent.")
       .def("__enter__", [](nb::handle_t<H> self) { return self; })
-      .def("__exit__", [](H& self, const nb::args&) {
-        const nb::gil_scoped_release release;
-        self.store().close();
-      });
+      .def(
+          "__exit__",
+          [](H& self, nb::handle, nb::handle, nb::handle) {
+            const nb::gil_scoped_release release;
+            self.store().close();
+          },
+          "exc_type"_a.none(), "exc_value"_a.none(), "traceback"_a.none());
 }
 
 }  // namespace

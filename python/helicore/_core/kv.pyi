@@ -12,6 +12,8 @@ __all__: list[str] = [
     "AttentionLayerConfig",
     "BAD_PAGE_INDEX",
     "BatchDesc",
+    "BlockRef",
+    "BlockStatus",
     "BufferConfig",
     "BufferId",
     "CacheDomain",
@@ -25,6 +27,7 @@ __all__: list[str] = [
     "GpuCacheTierConfig",
     "HOT_LEVEL",
     "HostCacheTierConfig",
+    "IoBackend",
     "KVCache",
     "KVCacheDesc",
     "KVCacheManager",
@@ -33,6 +36,7 @@ __all__: list[str] = [
     "LayerType",
     "LogicError",
     "NoRoom",
+    "OnMismatch",
     "OutOfPagesError",
     "PRIORITY_DEFAULT",
     "PRIORITY_MAX",
@@ -43,11 +47,16 @@ __all__: list[str] = [
     "PoolDesc",
     "PoolGroupDesc",
     "PoolGroupStatistics",
+    "PrefixMatch",
+    "PrefixStore",
+    "PrefixStoreStats",
     "ResourceBusyError",
     "ReuseScope",
     "SlotDescVariant",
     "SsmLayerConfig",
     "SwaScratchReuseConfig",
+    "SyncPolicy",
+    "get_root_key",
 ]
 
 class CacheTier(enum.IntEnum):
@@ -653,6 +662,173 @@ class KVCacheManager:
     def pool_group_descs(self) -> list[PoolGroupDesc]: ...
     @property
     def tokens_per_block(self) -> int: ...
+
+class OnMismatch(enum.IntEnum):
+    """What opening does with files that do not fit."""
+
+    EMPTY = 0
+    REFUSE = 1
+
+class SyncPolicy(enum.IntEnum):
+    """When a store syncs its files."""
+
+    NEVER = 0
+    BATCH = 1
+
+class IoBackend(enum.IntEnum):
+    """How file I/O is done."""
+
+    AUTO = 0
+    URING = 1
+    THREADS = 2
+
+class BlockStatus(enum.IntEnum):
+    """How the put or get of one block ended."""
+
+    OK = 0
+    DUPLICATE = 1
+    NO_PARENT = 2
+    NO_ROOM = 3
+    GONE = 4
+    CORRUPT = 5
+    IO_ERROR = 6
+    DISABLED = 7
+
+class BlockRef:
+    """A stored block as match() found it."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+
+class PrefixMatch:
+    """The stored prefix of a token sequence."""
+    @property
+    def blocks(self) -> list[BlockRef]: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+class PrefixStoreStats:
+    """Counters and reasons of a PrefixStore; a copy."""
+    @property
+    def direct_io(self) -> bool: ...
+    @property
+    def disabled_reason(self) -> str:
+        """Why nothing works, or ''."""
+    @property
+    def emptied_reason(self) -> str:
+        """Why opening started empty, or ''."""
+    @property
+    def io_backend(self) -> str: ...
+    @property
+    def journal_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_compactions(self) -> int: ...
+    @property
+    def num_corrupt(self) -> int: ...
+    @property
+    def num_dropped(self) -> int: ...
+    @property
+    def num_duplicate(self) -> int: ...
+    @property
+    def num_evicted(self) -> int: ...
+    @property
+    def num_get(self) -> int: ...
+    @property
+    def num_gone(self) -> int: ...
+    @property
+    def num_io_errors(self) -> int: ...
+    @property
+    def num_loaded(self) -> int: ...
+    @property
+    def num_put(self) -> int: ...
+    @property
+    def num_refused(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def read_only_reason(self) -> str:
+        """Why puts are refused, or ''."""
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def torn_bytes(self) -> int: ...
+
+class PrefixStore:
+    """
+    KV cache blocks on disk, found again after a restart.
+
+    A failing disk degrades it, see stats(); a wrong page is never served. Any thread may call it.
+    """
+    def __enter__(self) -> PrefixStore: ...
+    def __exit__(
+        self,
+        exc_type: typing.Any | None,
+        exc_value: typing.Any | None,
+        traceback: typing.Any | None,
+    ) -> None: ...
+    def __init__(
+        self,
+        directory: str,
+        *,
+        capacity_bytes: int,
+        block_bytes: int,
+        tokens_per_block: int,
+        stamp: bytes,
+        on_mismatch: OnMismatch = ...,
+        sync: SyncPolicy = ...,
+        direct_io: bool = True,
+        max_queued_blocks: int = 64,
+        io_backend: IoBackend = ...,
+    ) -> None:
+        """
+        Open or make the store. `stamp` (32 bytes) says what the pages mean: SHA-256 over model, dtype and layout.
+
+        Raises ValueError, ResourceBusyError when the directory is in use, NotSupportedError when io_backend can't be had. Other trouble disables the store.
+        """
+    def close(self) -> None:
+        """End what was put and release the directory. Idempotent."""
+    def flush(self) -> bool:
+        """Until everything put before is on the disk; False when the disk refused."""
+    def forget(self, token: int) -> None:
+        """Do not ask how a put ends."""
+    def get(
+        self,
+        blocks: collections.abc.Sequence[BlockRef],
+        out: numpy.typing.NDArray[numpy.uint8],
+        *,
+        block: bool = True,
+    ) -> int | None:
+        """Read blocks into the rows of `out`, uint8 [blocks, block_bytes]. Returns a token; the rows are valid once it was collected, where the status is OK."""
+    def match(
+        self,
+        root: bytes,
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+    ) -> PrefixMatch:
+        """The longest stored chain over `tokens` from a scope's root key (32 bytes)."""
+    def poll(self, token: int) -> list[BlockStatus] | None:
+        """As wait(), or None while it is not done."""
+    def put(
+        self,
+        root: bytes,
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+        pages: numpy.typing.NDArray[numpy.uint8],
+        *,
+        first_block: int = 0,
+        block: bool = True,
+    ) -> int | None:
+        """Write the blocks of a sequence from first_block on: one row of `pages`, uint8 [blocks, block_bytes], each. Copies. Returns a token, or None when the queue is full and block is False."""
+    def stats(self) -> PrefixStoreStats: ...
+    def wait(self, token: int) -> list[BlockStatus]:
+        """One status per block. A token is collected once."""
+
+def get_root_key(reuse_scope: int | ReuseScope | None = None) -> bytes:
+    """The 32-byte key that a scope's chains start from."""
 
 BAD_PAGE_INDEX: int = -1
 DEFAULT_BEAM_INDEX: int = 0

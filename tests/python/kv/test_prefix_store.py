@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helicore import kv
+from helicore._core import kv
 from numpy.typing import NDArray
 
 TPB = 16
@@ -103,7 +103,7 @@ def test_a_damaged_block_is_reported_and_forgotten(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_a_usable_store(tmp_path: Path) -> None:
     script = f"""
 import numpy as np
-from helicore import kv
+from helicore._core import kv
 store = kv.PrefixStore({str(tmp_path)!r}, capacity_bytes=8 * 8192, block_bytes={BLOCK},
                        tokens_per_block={TPB}, stamp=bytes.fromhex({STAMP.hex()!r}))
 root = kv.get_root_key()
@@ -160,7 +160,7 @@ def test_misuse_is_a_value_error_and_a_bad_place_a_reason(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="unknown or was collected"):
             store.wait(12345)
         with pytest.raises(TypeError):
-            store.put(root, [1], np.zeros((1, BLOCK), np.int32))  # type: ignore[arg-type]
+            store.put(root, [1], np.zeros((1, BLOCK), np.int32))
     with pytest.raises(ValueError, match="stamp must hold 32 bytes"):
         open_store(tmp_path, stamp=b"")
     (tmp_path / "plain").write_text("a file")
