@@ -18,8 +18,8 @@ ALLOWED_LIBRARIES = frozenset(
         "ld-linux-x86-64.so.2",
     }
 )
-# Newest versions of the manylinux_2_34 set.
-MAXIMUM_GLIBC = (2, 34)
+# Newest versions of the manylinux_2_35 set.
+MAXIMUM_GLIBC = (2, 35)
 MAXIMUM_GLIBCXX = (3, 4, 30)
 # C++ names of torch, and C names of the CUDA driver and run time and of Highway.
 _FOREIGN = re.compile(r"^(_ZN?K?(2at|3c10|5torch|3hwy)\w*|cu[A-Z]\w+|cuda[A-Z]\w+|hwy\w*)")
@@ -78,5 +78,5 @@ def faults(library: Path) -> list[str]:
         elif name.startswith("_Py") and name not in _STABLE_PRIVATE:
             found.append(f"takes {name}, which is outside the stable ABI")
         elif _too_new(symbol):
-            found.append(f"takes {symbol}, newer than manylinux_2_34")
+            found.append(f"takes {symbol}, newer than manylinux_2_35")
     return found
