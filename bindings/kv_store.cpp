@@ -219,7 +219,7 @@ void bind_store_class(nb::module_& m) {
           },
           "directory"_a, nb::kw_only(), "capacity_bytes"_a, "block_bytes"_a, "tokens_per_block"_a,
           "stamp"_a, "on_mismatch"_a = OnMismatch::kEmpty, "sync"_a = SyncPolicy::kNever,
-          "direct_io"_a = true, "max_queued_blocks"_a = 64, "io_backend"_a = IoBackend::kAuto,
+          "direct_io"_a = true, "max_queued_blocks"_a = 0, "io_backend"_a = IoBackend::kAuto,
           "Open or make the store. `stamp` (32 bytes) says what the pages mean: SHA-256 over "
           "model, "
           "dtype and layout.\n\nRaises ValueError, ResourceBusyError when the directory is in use, "
@@ -236,6 +236,9 @@ void bind_store_class(nb::module_& m) {
            "rows are valid once it was collected, where the status is OK.")
       .def("wait", &H::wait, "token"_a, "One status per block. A token is collected once.")
       .def("poll", &H::poll, "token"_a, "As wait(), or None while it is not done.")
+      .def(
+          "cancel", [](H& self, StoreToken token) { return self.store().cancel(token); }, "token"_a,
+          ReleaseGil(), "Take back the reads of a get that have not started; how many.")
       .def(
           "forget", [](H& self, StoreToken token) { self.store().forget(token); }, "token"_a,
           ReleaseGil(), "Do not ask how a put ends.")

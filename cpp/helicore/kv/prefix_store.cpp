@@ -5,27 +5,19 @@
 #include <numeric>
 
 #include "helicore/core/error.h"
-#include "helicore/kv/crc32c.h"
 #include "helicore/kv/prefix_store_impl.h"
 
 namespace helicore::kv {
 namespace {
 
-constexpr size_t kMaxBatch = 32;   // blocks written between two turns of the journal
-constexpr size_t kReadGroup = 32;  // blocks per batch of the I/O back end
 constexpr const char* kWhere = "kv.prefix_store";
 
+// As many blocks as so many MiB hold, within bounds.
+int64_t blocks_in(int64_t mebibytes, int64_t slot_bytes, int64_t low, int64_t high) noexcept {
+  return std::clamp((mebibytes << 20) / slot_bytes, low, high);
+}
+
 int64_t round_up(int64_t value, int64_t unit) noexcept { return (value + unit - 1) / unit * unit; }
-
-std::span<const std::byte> bytes_of(const IoBuffer& buffer) noexcept {
-  return {static_cast<const std::byte*>(buffer.address), static_cast<size_t>(buffer.num_bytes)};
-}
-
-uint32_t crc_of(std::span<const IoBuffer> pieces) noexcept {
-  uint32_t crc = 0;
-  for (const IoBuffer& piece : pieces) crc = crc32c(bytes_of(piece), crc);
-  return crc;
-}
 
 }  // namespace
 
@@ -60,8 +52,8 @@ void BufferPool::give(SlotBuffer buffer) {
 }  // namespace store
 
 std::string_view name_of(BlockStatus status) noexcept {
-  constexpr std::string_view kNames[] = {"OK",   "DUPLICATE", "NO_PARENT", "NO_ROOM",
-                                         "GONE", "CORRUPT",   "IO_ERROR",  "DISABLED"};
+  constexpr std::string_view kNames[] = {"OK",      "DUPLICATE", "NO_PARENT", "NO_ROOM", "GONE",
+                                         "CORRUPT", "IO_ERROR",  "CANCELLED", "DISABLED"};
   return kNames[static_cast<size_t>(status)];
 }
 
@@ -74,7 +66,7 @@ void PrefixStoreConfig::validate() const {
   HELICORE_CHECK(capacity_bytes >= slot_bytes && capacity_bytes / slot_bytes < INT32_MAX, kWhere,
                  "capacity_bytes must be from one slot (", slot_bytes,
                  " bytes) to 2^31 slots, got ", capacity_bytes);
-  HELICORE_CHECK(max_queued_blocks > 0, kWhere, "max_queued_blocks must be > 0, got ",
+  HELICORE_CHECK(max_queued_blocks >= 0, kWhere, "max_queued_blocks must be >= 0, got ",
                  max_queued_blocks);
   io.validate();
 }
@@ -82,9 +74,12 @@ void PrefixStoreConfig::validate() const {
 PrefixStore::Impl::Impl(const PrefixStoreConfig& config, std::unique_ptr<AsyncIo> io)
     : config_(config),
       slot_bytes_(round_up(config.block_bytes, store::kAlignment)),
-      max_batch_(std::min(kMaxBatch, static_cast<size_t>(config.io.queue_capacity))),
+      max_queued_(config.max_queued_blocks > 0 ? config.max_queued_blocks
+                                               : blocks_in(64, slot_bytes_, 16, 1024)),
+      max_batch_(static_cast<size_t>(
+          std::min<int64_t>(blocks_in(32, slot_bytes_, 8, 256), config.io.queue_capacity))),
       io_(io != nullptr ? std::move(io) : make_async_io(config.io)),
-      buffers_(slot_bytes_, static_cast<size_t>(config.max_queued_blocks) + kMaxBatch),
+      buffers_(slot_bytes_, static_cast<size_t>(max_queued_) + max_batch_),
       journal_(config.directory, io_.get()) {}
 
 PrefixStore::Impl::~Impl() { close(); }
@@ -114,8 +109,7 @@ std::string PrefixStore::Impl::load_or_empty() {
                              .stamp = config_.stamp};
   index_ = std::make_unique<store::PrefixIndex>(num_slots, config_.tokens_per_block);
   // Asked before the data file is touched: a refused store stays as it is.
-  store::PrefixIndex probe(0, config_.tokens_per_block);
-  const std::string mismatch = journal_.load(header, slot_bytes_, 0, &probe).mismatch;
+  const std::string mismatch = journal_.mismatch(header);
   if (!mismatch.empty() && config_.on_mismatch == OnMismatch::kRefuse) {
     return "refused: " + mismatch;
   }
@@ -199,7 +193,8 @@ bool PrefixStore::Impl::can_go_direct(std::span<const IoBuffer> pieces) const no
 }
 
 StoreToken PrefixStore::Impl::add_operation_locked(std::shared_ptr<Operation> operation) {
-  operations_.emplace(++last_token_, std::move(operation));
+  operation->token = ++last_token_;
+  operations_.emplace(last_token_, std::move(operation));
   return last_token_;
 }
 
@@ -214,7 +209,7 @@ PrefixStore::Impl::Job PrefixStore::Impl::make_job(const PutBlock& block, const 
     job.buffer = buffers_.take();
     std::byte* at = job.buffer.data();
     for (const IoBuffer& piece : block.pages) {
-      const auto bytes = bytes_of(piece);
+      const auto bytes = store::bytes_of(piece);
       if (!bytes.empty()) std::memcpy(at, bytes.data(), bytes.size());
       at += bytes.size();
     }
@@ -222,7 +217,7 @@ PrefixStore::Impl::Job PrefixStore::Impl::make_job(const PutBlock& block, const 
     job.pages = {{job.buffer.data(), slot_bytes_}};
   }
   const IoBuffer block_only{job.buffer.data(), config_.block_bytes};
-  job.record.data_crc = job.buffer ? crc_of({&block_only, 1}) : crc_of(job.pages);
+  job.record.data_crc = job.buffer ? store::crc_of({&block_only, 1}) : store::crc_of(job.pages);
   return job;
 }
 
@@ -241,7 +236,7 @@ bool PrefixStore::Impl::put_one(const PutBlock& block, PagePolicy policy, bool r
     std::unique_lock lock(mutex_);
     const auto accepts = [this] { return usable_locked() && stats_.read_only_reason.empty(); };
     if (!reserved) {
-      room_.wait(lock, [&] { return !accepts() || num_queued_ < config_.max_queued_blocks; });
+      room_.wait(lock, [&] { return !accepts() || num_queued_ < max_queued_; });
     }
     const auto there = accepts() ? index_->find(key) : std::nullopt;
     const bool duplicate = there && index_->at(*there).state == store::SlotState::kLive;
@@ -277,8 +272,8 @@ std::optional<StoreToken> PrefixStore::Impl::put(std::span<const PutBlock> block
   for (const PutBlock& block : blocks) check_put(block);
   const bool reserve = when_full == WhenFull::kRefuse;
   const auto count = static_cast<int64_t>(blocks.size());
-  HELICORE_CHECK(!reserve || count <= config_.max_queued_blocks, "kv.prefix_store.put",
-                 "blocks must be at most max_queued_blocks = ", config_.max_queued_blocks,
+  HELICORE_CHECK(!reserve || count <= max_queued_, "kv.prefix_store.put",
+                 "blocks must be at most max_queued_blocks = ", max_queued_,
                  " unless it may block, got ", count);
   auto operation = std::make_shared<Operation>();
   operation->is_put = true;
@@ -288,7 +283,7 @@ std::optional<StoreToken> PrefixStore::Impl::put(std::span<const PutBlock> block
   {
     const std::scoped_lock lock(mutex_);
     if (reserve && usable_locked()) {
-      if (num_queued_ + count > config_.max_queued_blocks) return std::nullopt;
+      if (num_queued_ + count > max_queued_) return std::nullopt;
     }
     num_queued_ += reserve ? count : 0;
     token = add_operation_locked(operation);
@@ -297,146 +292,6 @@ std::optional<StoreToken> PrefixStore::Impl::put(std::span<const PutBlock> block
   const std::scoped_lock lock(mutex_);
   if (operation->num_left == 0) done_.notify_all();
   return token;
-}
-
-// False: the store serves nothing. True counts in num_starting_ until the operation is listed.
-bool PrefixStore::Impl::pin_for_reading(std::span<const GetBlock> blocks, Operation& operation) {
-  operation.statuses.assign(blocks.size(), BlockStatus::kGone);
-  const std::scoped_lock lock(mutex_);
-  if (!usable_locked()) {
-    operation.statuses.assign(blocks.size(), BlockStatus::kDisabled);
-    return false;
-  }
-  ++num_starting_;
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    const BlockRef& ref = blocks[i].block;
-    if (!index_->holds(ref.slot, ref.sequence)) {
-      ++stats_.num_gone;
-      continue;
-    }
-    index_->pin(ref.slot);
-    operation.items.push_back(
-        {ref, index_->at(ref.slot).data_crc, i, blocks[i].destination, {}, std::nullopt});
-  }
-  return true;
-}
-
-// False: the queue was full and nothing was started.
-bool PrefixStore::Impl::submit_reads(Operation& operation, WhenFull when_full) {
-  for (ReadItem& item : operation.items) {
-    if (!can_go_direct(item.destination)) item.bounce = buffers_.take();
-  }
-  const size_t group = when_full == WhenFull::kRefuse
-                           ? operation.items.size()
-                           : std::min(kReadGroup, static_cast<size_t>(config_.io.queue_capacity));
-  for (size_t begin = 0; begin < operation.items.size(); begin += group) {
-    const size_t end = std::min(operation.items.size(), begin + group);
-    std::vector<IoRequest> batch;
-    Reading reading;
-    for (size_t i = begin; i < end; ++i) {
-      const ReadItem& item = operation.items[i];
-      const auto into =
-          item.bounce ? std::vector<IoBuffer>{{item.bounce.data(), slot_bytes_}} : item.destination;
-      batch.push_back({IoOp::kRead, data_.fd.get(), item.block.slot * slot_bytes_, into});
-      reading.items.push_back(i);
-    }
-    const auto token = io_->submit(std::move(batch), when_full);
-    if (!token) return false;
-    reading.token = *token;
-    operation.readings.push_back(std::move(reading));
-  }
-  return true;
-}
-
-std::optional<StoreToken> PrefixStore::Impl::get(std::span<const GetBlock> blocks,
-                                                 WhenFull when_full) {
-  for (const GetBlock& block : blocks) {
-    check_pieces(block.destination, "kv.prefix_store.get", "destination");
-  }
-  HELICORE_CHECK(when_full == WhenFull::kBlock ||
-                     blocks.size() <= static_cast<size_t>(config_.io.queue_capacity),
-                 "kv.prefix_store.get",
-                 "blocks must be at most io.queue_capacity = ", config_.io.queue_capacity,
-                 " unless it may block, got ", blocks.size());
-  auto operation = std::make_shared<Operation>();
-  if (!pin_for_reading(blocks, *operation)) {
-    const std::scoped_lock lock(mutex_);
-    return add_operation_locked(std::move(operation));
-  }
-  const auto undo_locked = [&] {
-    for (ReadItem& item : operation->items) {
-      index_->unpin(item.block.slot);
-      if (item.bounce) buffers_.give(std::move(item.bounce));
-    }
-    --num_starting_;
-    done_.notify_all();
-  };
-  bool started = false;
-  try {
-    started = submit_reads(*operation, when_full);
-  } catch (...) {  // no memory for a buffer: nothing was started
-    const std::scoped_lock lock(mutex_);
-    undo_locked();
-    throw;
-  }
-  const std::scoped_lock lock(mutex_);
-  if (!started) {
-    undo_locked();
-    return std::nullopt;
-  }
-  --num_starting_;
-  done_.notify_all();
-  return add_operation_locked(std::move(operation));
-}
-
-// Takes results from the I/O back end; true when all are there.
-bool PrefixStore::Impl::drain_reads(Operation& operation, bool wait) {
-  while (!operation.readings.empty()) {
-    const Reading& reading = operation.readings.back();
-    const auto result = wait ? std::optional(io_->wait(reading.token)) : io_->poll(reading.token);
-    if (!result) return false;
-    for (size_t i = 0; i < reading.items.size(); ++i) {
-      operation.items[reading.items[i]].status = result->requests[i];
-    }
-    operation.readings.pop_back();
-  }
-  return true;
-}
-
-BlockStatus PrefixStore::Impl::verify(ReadItem& item) const {
-  if (item.status->error == kErrorEof) return BlockStatus::kCorrupt;
-  if (item.status->error != 0) return BlockStatus::kIoError;
-  const IoBuffer whole{item.bounce.data(), config_.block_bytes};
-  const auto pieces = item.bounce ? std::span<const IoBuffer>(&whole, 1)
-                                  : std::span<const IoBuffer>(item.destination);
-  if (config_.verify_checksums && crc_of(pieces) != item.data_crc) return BlockStatus::kCorrupt;
-  if (!item.bounce) return BlockStatus::kOk;
-  const std::byte* at = item.bounce.data();
-  for (const IoBuffer& piece : item.destination) {
-    if (piece.num_bytes == 0) continue;
-    std::memcpy(piece.address, at, static_cast<size_t>(piece.num_bytes));
-    at += piece.num_bytes;
-  }
-  return BlockStatus::kOk;
-}
-
-void PrefixStore::Impl::finish_get(Operation& operation) {
-  for (ReadItem& item : operation.items) {
-    operation.statuses[item.index] = verify(item);
-    if (item.bounce) buffers_.give(std::move(item.bounce));
-  }
-  const std::scoped_lock lock(mutex_);
-  for (const ReadItem& item : operation.items) {
-    const BlockStatus status = operation.statuses[item.index];
-    stats_.num_get += status == BlockStatus::kOk ? 1 : 0;
-    stats_.num_io_errors += status == BlockStatus::kIoError ? 1 : 0;
-    stats_.num_corrupt += status == BlockStatus::kCorrupt ? 1 : 0;
-    if (status == BlockStatus::kCorrupt && index_->holds(item.block.slot, item.block.sequence)) {
-      index_->remove(item.block.slot);
-    }
-    index_->unpin(item.block.slot);
-  }
-  operation.items.clear();
 }
 
 std::optional<std::vector<BlockStatus>> PrefixStore::Impl::collect(StoreToken token, bool wait) {
@@ -461,6 +316,23 @@ std::optional<std::vector<BlockStatus>> PrefixStore::Impl::collect(StoreToken to
   if (!ended) return std::nullopt;
   operations_.erase(token);
   return std::move(operation->statuses);
+}
+
+int64_t PrefixStore::Impl::cancel(StoreToken token) {
+  std::unique_lock lock(mutex_);
+  const auto it = operations_.find(token);
+  HELICORE_CHECK(it != operations_.end(), kWhere, "token ", token,
+                 " is unknown or was collected before");
+  const std::shared_ptr<Operation> operation = it->second;
+  if (operation->is_put || operation->collecting) return 0;
+  operation->collecting = true;
+  lock.unlock();
+  int64_t count = 0;
+  for (const Reading& reading : operation->readings) count += io_->cancel(reading.token);
+  lock.lock();
+  operation->collecting = false;
+  done_.notify_all();
+  return count;
 }
 
 void PrefixStore::Impl::forget(StoreToken token) {
@@ -561,6 +433,7 @@ std::optional<std::vector<BlockStatus>> PrefixStore::poll(StoreToken token) {
 std::vector<BlockStatus> PrefixStore::wait(StoreToken token) {
   return *impl_->collect(token, true);
 }
+int64_t PrefixStore::cancel(StoreToken token) { return impl_->cancel(token); }
 void PrefixStore::forget(StoreToken token) { impl_->forget(token); }
 bool PrefixStore::flush() { return impl_->flush(); }
 PrefixStoreStats PrefixStore::stats() const { return impl_->stats(); }

@@ -42,9 +42,10 @@ struct PrefixStoreConfig {
   Digest stamp{};
   OnMismatch on_mismatch = OnMismatch::kEmpty;
   SyncPolicy sync = SyncPolicy::kNever;
-  bool direct_io = true;           // O_DIRECT when the file system has it
-  int32_t max_queued_blocks = 64;  // blocks put and not yet in a batch; > 0
-  bool verify_checksums = true;    // false is for measuring and for tests of the tests
+  bool direct_io = true;  // O_DIRECT when the file system has it
+  // Blocks put and not yet in a batch; 0: as many as 64 MiB hold, from 16 to 1024.
+  int32_t max_queued_blocks = 0;
+  bool verify_checksums = true;  // false is for measuring and for tests of the tests
   AsyncIoConfig io{.queue_capacity = 1024};
   void validate() const;
 };
@@ -69,6 +70,7 @@ enum class BlockStatus : uint8_t {
   kGone,       // get: evicted since the match
   kCorrupt,    // get: the checksum did not fit; the block and its descendants were forgotten
   kIoError,    // the disk refused
+  kCancelled,  // get: taken back by cancel()
   kDisabled,   // the store is disabled, or read-only and this is a put
 };
 [[nodiscard]] std::string_view name_of(BlockStatus status) noexcept;
@@ -146,6 +148,9 @@ class PrefixStore {
   // of a get are verified here. A kBorrow put and a get must be collected before their memory goes.
   [[nodiscard]] std::optional<std::vector<BlockStatus>> poll(StoreToken token);
   [[nodiscard]] std::vector<BlockStatus> wait(StoreToken token);
+  // Takes back the reads of a get that have not started; how many. The token must still be
+  // collected. 0 for a put, and while another thread collects.
+  int64_t cancel(StoreToken token);
   // Collects a put of which nobody wants to know the outcome, whenever it ends.
   void forget(StoreToken token);
 

@@ -6,7 +6,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <utility>
@@ -30,14 +32,14 @@ int sync_directory(const std::string& directory) {
   return 0;
 }
 
-// The whole file, or nothing with found = false.
-std::vector<std::byte> read_file(const std::string& path, bool* found) {
+// The head of the file, or nothing with found = false.
+std::vector<std::byte> read_file(const std::string& path, size_t max_bytes, bool* found) {
   std::vector<std::byte> bytes;
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct ::stat info{};
   *found = fd.ok() && ::fstat(fd.get(), &info) == 0;
   if (!*found) return bytes;
-  bytes.resize(static_cast<size_t>(info.st_size));
+  bytes.resize(std::min(static_cast<size_t>(info.st_size), max_bytes));
   size_t done = 0;
   while (done < bytes.size()) {
     const ssize_t got =
@@ -148,10 +150,19 @@ DataFile open_data(const std::string& directory, int64_t num_bytes, bool direct,
   return file;
 }
 
+std::string Journal::mismatch(const Header& wanted) const {
+  bool found = false;
+  std::string reason;
+  Header header;
+  const auto bytes = read_file(path(), kHeaderBytes, &found);
+  if (!found) return {};
+  return decode_header(bytes, &header, &reason) ? mismatch_of(header, wanted) : reason;
+}
+
 Journal::Loaded Journal::load(const Header& wanted, int64_t slot_bytes, int64_t data_bytes,
                               PrefixIndex* index) const {
   Loaded loaded;
-  const std::vector<std::byte> bytes = read_file(path(), &loaded.found);
+  const std::vector<std::byte> bytes = read_file(path(), SIZE_MAX, &loaded.found);
   if (!loaded.found) return loaded;
   Header header;
   if (!decode_header(bytes, &header, &loaded.mismatch)) return loaded;

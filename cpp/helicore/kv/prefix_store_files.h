@@ -57,6 +57,9 @@ class Journal {
     int64_t torn_bytes = 0;
     uint64_t epoch = 0;
   };
+  // Why the file's header does not fit `wanted` (num_slots may differ); empty when it does, and
+  // when there is no file.
+  [[nodiscard]] std::string mismatch(const Header& wanted) const;
   // Replays the file into the index if its header fits `wanted` (num_slots may differ). Records of
   // slots that end behind `data_bytes` are dropped.
   [[nodiscard]] Loaded load(const Header& wanted, int64_t slot_bytes, int64_t data_bytes,

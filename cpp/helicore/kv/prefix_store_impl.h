@@ -1,5 +1,6 @@
-// The working parts of PrefixStore, shared by its two sources: the callers' side in
-// prefix_store.cpp, the writer thread in prefix_store_writer.cpp. Nothing else includes this.
+// The working parts of PrefixStore, shared by its sources: the callers' side in prefix_store.cpp,
+// reading in prefix_store_reader.cpp, the writer thread in prefix_store_writer.cpp. Nothing else
+// includes this.
 #pragma once
 
 #include <condition_variable>
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "helicore/kv/crc32c.h"
 #include "helicore/kv/prefix_store.h"
 #include "helicore/kv/prefix_store_files.h"
 #include "helicore/kv/prefix_store_index.h"
@@ -50,6 +52,16 @@ class BufferPool {
   std::vector<SlotBuffer> kept_;
 };
 
+[[nodiscard]] inline std::span<const std::byte> bytes_of(const IoBuffer& buffer) noexcept {
+  return {static_cast<const std::byte*>(buffer.address), static_cast<size_t>(buffer.num_bytes)};
+}
+
+[[nodiscard]] inline uint32_t crc_of(std::span<const IoBuffer> pieces) noexcept {
+  uint32_t crc = 0;
+  for (const IoBuffer& piece : pieces) crc = crc32c(bytes_of(piece), crc);
+  return crc;
+}
+
 }  // namespace store
 
 class PrefixStore::Impl {
@@ -65,6 +77,7 @@ class PrefixStore::Impl {
                                 WhenFull when_full);
   std::optional<StoreToken> get(std::span<const GetBlock> blocks, WhenFull when_full);
   std::optional<std::vector<BlockStatus>> collect(StoreToken token, bool wait);
+  int64_t cancel(StoreToken token);
   void forget(StoreToken token);
   bool flush();
   PrefixStoreStats stats() const;
@@ -86,6 +99,7 @@ class PrefixStore::Impl {
   };
   // What a token stands for. A put's statuses belong to the lock; a get's to whoever collects it.
   struct Operation {
+    StoreToken token = 0;
     bool is_put = false;
     bool forgotten = false;
     bool collecting = false;
@@ -114,12 +128,14 @@ class PrefixStore::Impl {
   Job make_job(const PutBlock& block, const Digest& key, PagePolicy policy);
   bool put_one(const PutBlock& block, PagePolicy policy, bool reserved,
                const std::shared_ptr<Operation>& operation, size_t index);
+  std::string load_or_empty();
+
+  // prefix_store_reader.cpp
   bool pin_for_reading(std::span<const GetBlock> blocks, Operation& operation);
   bool submit_reads(Operation& operation, WhenFull when_full);
   bool drain_reads(Operation& operation, bool wait);
   BlockStatus verify(ReadItem& item) const;
   void finish_get(Operation& operation);
-  std::string load_or_empty();
 
   // prefix_store_writer.cpp
   void write_loop();
@@ -140,7 +156,8 @@ class PrefixStore::Impl {
 
   const PrefixStoreConfig config_;
   const int64_t slot_bytes_;
-  const size_t max_batch_;
+  const int64_t max_queued_;
+  const size_t max_batch_;  // blocks written between two turns of the journal
   std::unique_ptr<AsyncIo> io_;
   store::BufferPool buffers_;
   store::UniqueFd lock_;

@@ -224,13 +224,12 @@ void PrefixStore::Impl::publish(std::vector<Job>& jobs) {
         job.status != BlockStatus::kOk && job.status != BlockStatus::kDuplicate ? 1 : 0;
     stats_.num_io_errors += job.status == BlockStatus::kIoError ? 1 : 0;
     job.operation->statuses[job.index] = job.status;
-    --job.operation->num_left;
     ++num_ended_;
+    if (--job.operation->num_left == 0 && job.operation->forgotten) {
+      operations_.erase(job.operation->token);
+    }
   }
   stats_.journal_bytes = journal_.num_bytes();
-  std::erase_if(operations_, [](const auto& entry) {
-    return entry.second->forgotten && entry.second->num_left == 0;
-  });
   done_.notify_all();
 }
 

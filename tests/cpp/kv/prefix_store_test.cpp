@@ -183,6 +183,63 @@ TEST_F(PrefixStoreTest, a_block_that_is_being_read_is_not_evicted) {
   EXPECT_THAT(put_all(*store, second), ElementsAre(BlockStatus::kOk));
 }
 
+TEST_F(PrefixStoreTest, copied_pages_may_change_as_soon_as_put_returns) {
+  auto store = open();
+  auto chain = make_chain(kRoot, tokens_from(100, 40)), original = chain;
+  std::vector<PutBlock> puts;
+  for (auto& block : chain) puts.push_back(block.put());
+  const auto token = store->put(puts, PagePolicy::kCopy, WhenFull::kBlock);
+  for (auto& block : chain) std::fill(block.bytes.begin(), block.bytes.end(), std::byte{0});
+  EXPECT_THAT(store->wait(*token), Each(BlockStatus::kOk));
+  EXPECT_EQ(fetch(*store, kRoot, original).num_wrong, 0);
+  EXPECT_EQ(fetch(*store, kRoot, original).num_ok, 10);
+}
+
+TEST_F(PrefixStoreTest, borrowed_pages_of_any_alignment_go_to_buffered_files) {
+  auto config = small_config(directory_);
+  config.direct_io = false;  // borrows whatever the alignment
+  auto store = open(config);
+  auto chain = make_chain(kRoot, tokens_from(100, 40)), original = chain;
+  std::vector<PutBlock> puts;
+  for (auto& block : chain) puts.push_back(block.put());
+  for (size_t i = 0; i < chain.size(); ++i) {
+    const auto token = store->put({&puts[i], 1}, PagePolicy::kBorrow, WhenFull::kBlock);
+    if (i % 2 == 1) {
+      EXPECT_THAT(store->wait(*token), Each(BlockStatus::kOk));
+    } else {
+      store->forget(*token);
+      EXPECT_TRUE(store->flush());
+    }
+  }
+  EXPECT_EQ(fetch(*store, kRoot, original).num_ok, 10);
+}
+
+TEST_F(PrefixStoreTest, a_cancelled_read_is_served_whole_or_not_at_all) {
+  auto config = small_config(directory_);
+  config.io.depth = 1;
+  auto store = open(config);
+  auto chain = make_chain(kRoot, tokens_from(100, 160));
+  put_all(*store, chain);
+  const auto match = store->match(kRoot, tokens_from(100, 160));
+  std::vector<std::vector<std::byte>> pages(40, std::vector<std::byte>(kBlockBytes));
+  std::vector<GetBlock> gets;
+  for (size_t i = 0; i < 40; ++i) {
+    gets.push_back({match.blocks[i], {{pages[i].data(), kBlockBytes}}});
+  }
+  const auto token = store->get(gets, WhenFull::kBlock);
+  const int64_t num_cancelled = store->cancel(*token);
+  const auto statuses = store->wait(*token);
+  EXPECT_EQ(std::count(statuses.begin(), statuses.end(), BlockStatus::kCancelled), num_cancelled);
+  EXPECT_EQ(std::count(statuses.begin(), statuses.end(), BlockStatus::kOk), 40 - num_cancelled);
+  for (size_t i = 0; i < 40; ++i) {
+    if (statuses[i] == BlockStatus::kOk) {
+      EXPECT_EQ(pages[i], chain[i].bytes);
+    }
+  }
+  EXPECT_EQ(fetch(*store, kRoot, chain).num_ok, 40) << "nothing stays pinned or forgotten";
+  EXPECT_THROW(store->cancel(*token), InvalidArgument);
+}
+
 TEST_F(PrefixStoreTest, another_stamp_shape_or_version_empties_or_refuses) {
   auto chain = make_chain(kRoot, tokens_from(100, 8));
   const auto fill = [&] {
