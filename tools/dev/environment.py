@@ -86,7 +86,8 @@ class Environment:
                 title="Native build and editable install",
                 commands=[
                     [
-                        *(self.python, "-m", "pip", "install", "-q", "--no-build-isolation"),
+                        # -v: what ninja says is the progress that is shown
+                        *(self.python, "-m", "pip", "install", "-v", "--no-build-isolation"),
                         *("--no-deps", "-e", "."),
                     ]
                 ],
