@@ -692,7 +692,8 @@ class BlockStatus(enum.IntEnum):
     GONE = 4
     CORRUPT = 5
     IO_ERROR = 6
-    DISABLED = 7
+    CANCELLED = 7
+    DISABLED = 8
 
 class BlockRef:
     """A stored block as match() found it."""
@@ -783,7 +784,7 @@ class PrefixStore:
         on_mismatch: OnMismatch = ...,
         sync: SyncPolicy = ...,
         direct_io: bool = True,
-        max_queued_blocks: int = 64,
+        max_queued_blocks: int = 0,
         io_backend: IoBackend = ...,
     ) -> None:
         """
@@ -791,6 +792,8 @@ class PrefixStore:
 
         Raises ValueError, ResourceBusyError when the directory is in use, NotSupportedError when io_backend can't be had. Other trouble disables the store.
         """
+    def cancel(self, token: int) -> int:
+        """Take back the reads of a get that have not started; how many."""
     def close(self) -> None:
         """End what was put and release the directory. Idempotent."""
     def flush(self) -> bool:

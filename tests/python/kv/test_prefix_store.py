@@ -148,6 +148,21 @@ def test_an_uncollected_read_keeps_its_array_until_the_store_goes(tmp_path: Path
     open_store(tmp_path).close()
 
 
+def test_a_cancelled_read_is_collected_like_any_other(tmp_path: Path) -> None:
+    root, pages = kv.get_root_key(), pages_of(20)
+    with open_store(tmp_path) as store:
+        put(store, root, list(range(320)), pages)
+        blocks = store.match(root, list(range(320))).blocks
+        out = np.zeros((20, BLOCK), np.uint8)
+        token = store.get(blocks, out)
+        assert token is not None
+        num_cancelled = store.cancel(token)
+        statuses = store.wait(token)
+        assert statuses.count(kv.BlockStatus.CANCELLED) == num_cancelled
+        for row, status in enumerate(statuses):
+            assert status == kv.BlockStatus.CANCELLED or np.array_equal(out[row], pages[row])
+
+
 def test_misuse_is_a_value_error_and_a_bad_place_a_reason(tmp_path: Path) -> None:
     root = kv.get_root_key()
     with open_store(tmp_path / "good") as store:
