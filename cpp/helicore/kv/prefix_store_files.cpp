@@ -137,7 +137,16 @@ DataFile open_data(const std::string& directory, int64_t num_bytes, bool direct,
   }
   file.old_bytes = info.st_size;
   int error = 0;
-  if (info.st_size > num_bytes && ::ftruncate(fd.get(), num_bytes) != 0) error = errno;
+  // A write of a killed process may still be on its way to the disk. It holds this lock through its
+  // open file until it has landed; only then may slots be written again.
+  while (::flock(fd.get(), LOCK_EX) != 0) {
+    if (errno == EINTR) continue;
+    error = errno;
+    break;
+  }
+  if (error == 0 && info.st_size > num_bytes) {
+    error = ::ftruncate(fd.get(), num_bytes) == 0 ? 0 : errno;
+  }
   if (error == 0 && ::fallocate(fd.get(), 0, 0, num_bytes) != 0) {
     error = errno;
     if (error == EOPNOTSUPP) error = ::ftruncate(fd.get(), num_bytes) == 0 ? 0 : errno;
