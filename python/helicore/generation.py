@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from helicore.executor.detokenizer import Detokenizer, DetokenizerFactory, IncrementalDetokenizer
+from helicore.executor.interrupts import INTERRUPTS, ProcessCheck, StateChange
 from helicore.executor.updates import SequenceUpdate, TokenLogprobs
 from helicore.outputs import (
     CompletionOutput,
@@ -65,6 +67,7 @@ class _SequenceState:
             )
         output.finish_reason = update.finish_reason
         output.stop_reason = update.stop_reason
+        output.error = update.error
         finished = update.finish_reason is not None
         if isinstance(update.detokenizer, IncrementalDetokenizer):
             # The engine looks for stop strings, so it has the text already.
@@ -114,6 +117,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.finished = False
+        self._warned = False
         self._names = names
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
@@ -129,12 +133,27 @@ class RequestState:
                 None if entry is None else self._names.logprobs(entry)
                 for entry in update.prompt_logprobs
             ]
-        if update.error is not None:
-            warnings.warn(f"{self.request.where}: {update.error}", RuntimeWarning, stacklevel=2)
         self.sequences[update.index].apply(update, self.request.params, self._names)
         if update.finish_reason is not None:
             self.finished = all(sequence.output.finished() for sequence in self.sequences)
             self.metrics.finished_time = now if self.finished else None
+
+    def fail(self, error: Exception) -> None:
+        """Ends what is unfinished because its updates cannot be taken in."""
+        for sequence in self.sequences:
+            if not sequence.output.finished():
+                sequence.output.finish_reason = "abort"
+                sequence.output.error = f"{type(error).__name__}: {error}"
+        self.finished = True
+        self.metrics.finished_time = time.monotonic()
+
+    def warn(self) -> None:
+        """Says once why sequences were aborted by the engine."""
+        errors = [s.output.error for s in self.sequences if s.output.error is not None]
+        if errors and self.finished and not self._warned:
+            self._warned = True
+            for error in errors:
+                warnings.warn(f"{self.request.where}: {error}", RuntimeWarning, stacklevel=3)
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -152,7 +171,8 @@ class RequestState:
 class RequestRunner:
     """Submits requests and routes updates to them. Thread-safe: one lock round every engine call.
 
-    Any thread that waits for its requests may step the engine for all of them.
+    Any thread that waits for its requests may step the engine for all of them. An interrupt is
+    taken between steps only, so that no update is lost; see executor/interrupts.py.
     """
 
     def __init__(self, engine: EngineLike, tokenizer: Tokenizer | None) -> None:
@@ -161,61 +181,137 @@ class RequestRunner:
         self._detokenizers = None if tokenizer is None else DetokenizerFactory(tokenizer)
         self._lock = threading.RLock()
         self._states: dict[str, RequestState] = {}
+        self._inbox: deque[SequenceUpdate] = deque()
+        """Updates of the engine that were not handed out yet."""
         self._num_submitted = 0
+        self._change = StateChange("engine")
+        self._process = ProcessCheck()
+        self._is_busy = self._is_closing = self._is_closed = False
 
-    def submit(self, requests: Sequence[PreparedRequest]) -> list[RequestState]:
-        """Adds all requests or none; an error of the engine gets the place of its prompt."""
-        with self._lock:
-            states: list[RequestState] = []
+    def submit(self, requests: Sequence[PreparedRequest], into: list[RequestState]) -> None:
+        """Adds all requests or none; an error of the engine gets the place of its prompt.
+
+        `into` gets the states, one by one: its owner cancels them when an interrupt comes.
+        """
+        self._check_usable()
+        with self._lock, INTERRUPTS:
+            self._check_idle()
             try:
                 for request in requests:
-                    states.append(self._add(request))
+                    into.append(self._add(request))
             except BaseException:
-                self.cancel(states)
+                self.cancel(into)
                 raise
-            return states
 
     def step(self, states: Sequence[RequestState]) -> bool:
         """Steps the engine unless all `states` are finished. Returns whether any is unfinished."""
-        with self._lock:
+        self._process.check()
+        with self._lock, INTERRUPTS:
             if all(state.finished for state in states):
                 return False
-            if not self._engine.has_unfinished():
-                raise RuntimeError("the engine lost a request: it has no work, but outputs are due")
-            for update in self._engine.step():
-                state = self._states.get(update.request_id)
-                if state is None:
-                    continue  # aborted in the meantime
-                state.apply(update)
-                if state.finished:
-                    del self._states[update.request_id]
+            self._check_idle()
+            try:
+                self._is_busy = True
+                self._step()
+            finally:
+                self._is_busy = False
+                if self._is_closing:
+                    self._close_engine()
             return True
 
+    def _step(self) -> None:
+        if not self._inbox:
+            if not self._engine.has_unfinished():
+                raise RuntimeError("the engine lost a request: it has no work, but outputs are due")
+            self._inbox += self._engine.step()
+        with self._change:
+            while self._inbox:
+                self._hand_out(self._inbox.popleft())
+
+    def _hand_out(self, update: SequenceUpdate) -> None:
+        state = self._states.get(update.request_id)
+        if state is None:
+            return  # aborted in the meantime
+        try:
+            state.apply(update)
+        except Exception as error:  # of a tokenizer, or no memory: this request's alone
+            state.fail(error)
+            self._engine.abort(update.request_id)
+        if state.finished:
+            self._states.pop(update.request_id, None)
+
     def cancel(self, states: Sequence[RequestState]) -> None:
-        """Aborts what is unfinished. Safe to call again."""
-        with self._lock:
+        """Aborts what is unfinished. Safe to call again, also after `close`."""
+        if self._process.is_child:
+            return
+        with self._lock, INTERRUPTS:
             for state in states:
-                if self._states.pop(state.request_id, None) is not None:
+                if self._states.pop(state.request_id, None) is not None and not self._is_closed:
                     self._engine.abort(state.request_id)
+
+    def close(self) -> None:
+        """Closes the engine after the step that another thread may be in; that thread's next call
+        raises RuntimeError, as everyone's."""
+        self._is_closing = True
+        if self._process.is_child:
+            self._close_engine()
+            return
+        with self._lock, INTERRUPTS:
+            # Called from within a step (a signal handler, say): the step closes at its end.
+            if not self._is_busy:
+                self._close_engine()
+
+    def _close_engine(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._states.clear()
+            self._inbox.clear()
+            close = getattr(self._engine, "close", None)
+            if close is not None:
+                close()
+
+    def _check_usable(self) -> None:
+        self._process.check()
+        if self._is_closing:
+            raise RuntimeError("the engine is closed")
+        self._change.check()
+
+    def _check_idle(self) -> None:
+        """Under the lock: the caller may be a signal handler within this thread's own step."""
+        self._check_usable()
+        if self._is_busy:
+            raise RuntimeError("the engine is in the middle of a step; it takes one call at a time")
 
     def run(
         self, requests: Sequence[PreparedRequest], on_step: Callable[[Sequence[RequestState]], None]
     ) -> list[RequestOutput]:
         """Outputs in the order of `requests`. On any error or interrupt the rest is aborted."""
-        states = self.submit(requests)
+        states: list[RequestState] = []
+        held = INTERRUPTS.hold()
         try:
+            self.submit(requests, states)
             while self.step(states):
                 on_step(states)
         except BaseException:
             self.cancel(states)
             raise
+        finally:
+            INTERRUPTS.release(held)
+        for state in states:
+            state.warn()
         return [state.output() for state in states]
 
     def stream(self, request: PreparedRequest) -> CompletionStream:
         """Submits one request of one sequence and hands out its text as it grows."""
         if request.params.n != 1:
             raise ValueError(f"n must be 1 to stream, got {request.params.n}")
-        return CompletionStream(self, self.submit([request])[0])
+        states: list[RequestState] = []
+        try:
+            self.submit([request], states)
+            return CompletionStream(self, states[0])
+        except BaseException:
+            self.cancel(states)
+            raise
 
     def take_text(self, state: RequestState) -> str:
         """Text of the single sequence that was not taken before."""
@@ -263,8 +359,11 @@ class CompletionStream(Iterator[str]):
     def __init__(self, runner: RequestRunner, state: RequestState) -> None:
         self._runner = runner
         self._state = state
+        self._is_closed = False
 
     def __next__(self) -> str:
+        if self._is_closed:
+            raise StopIteration
         try:
             while self._runner.step([self._state]):
                 if text := self._runner.take_text(self._state):
@@ -275,6 +374,8 @@ class CompletionStream(Iterator[str]):
         # Another caller's step may have finished this request.
         if text := self._runner.take_text(self._state):
             return text
+        self._is_closed = True
+        self._state.warn()
         raise StopIteration
 
     @property
@@ -283,7 +384,8 @@ class CompletionStream(Iterator[str]):
         return self._state.output()
 
     def close(self) -> None:
-        """Cancels the request unless it is finished."""
+        """Cancels the request unless it is finished. The stream has ended then."""
+        self._is_closed = True
         self._runner.cancel([self._state])
 
     def __enter__(self) -> CompletionStream:

@@ -16,6 +16,7 @@ from helicore.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from helicore.executor.interrupts import ProcessCheck
 from helicore.generation import CompletionStream, EngineLike, RequestRunner, RequestState
 from helicore.model_path import resolve_model
 from helicore.outputs import RequestOutput
@@ -116,6 +117,7 @@ class LLM:
         default: SamplingParams,
         name: str,
     ) -> None:
+        self._process = ProcessCheck()
         self.model = name
         self._engine: Any = engine
         self._tokenizer = tokenizer
@@ -137,11 +139,13 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the model and its cache. Safe to call again; any later use raises RuntimeError."""
-        engine, self._engine, self._runner = self._engine, None, None
-        close = getattr(engine, "close", None)
-        if close is not None:
-            close()
+        """Frees the model and its cache. Safe to call again; any later use raises RuntimeError.
+
+        While another thread generates, its step ends first; then its call raises RuntimeError.
+        """
+        runner, self._engine, self._runner = self._runner, None, None
+        if runner is not None:
+            runner.close()
 
     def __repr__(self) -> str:
         return f"LLM({self.model!r}{', closed' if self._runner is None else ''})"
@@ -281,6 +285,7 @@ class LLM:
     def _open_runner(self) -> RequestRunner:
         if self._runner is None:
             raise RuntimeError(f"this LLM ({self.model}) is closed; make a new one")
+        self._process.check()
         return self._runner
 
     def _prepare(

@@ -32,6 +32,7 @@ class CompletionOutput:
     token_ids: every generated token, an end-of-sequence or stop token included.
     stop_reason: the stop string, or the id from stop_token_ids; None for the model's own end of
       sequence and for the other finish reasons.
+    error: why the engine gave the sequence up (finish_reason "abort"); else None.
     """
 
     index: int
@@ -41,6 +42,7 @@ class CompletionOutput:
     logprobs: list[LogprobsOfToken] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -172,6 +172,10 @@ class BatchBuilder:
                 total += chunk.length
         return np.concatenate([decode, np.array(ending, np.int64)]), prompt_chunks, total
 
+    def forget(self) -> None:
+        """After a build that may not have come to its end: the next one makes its views anew."""
+        self._previous = self._forward = None
+
     def _views(self, shape: _Shape) -> ForwardBatch:
         """The buffers' leading parts as tensors; those of the step before where shapes agree."""
         if shape == self._previous and self._forward is not None:

@@ -20,6 +20,7 @@ from helicore.executor.admission import ModelLimits, make_request
 from helicore.executor.batch import BatchBuilder, StepInputs, absorbed_rule
 from helicore.executor.counters import EngineCounters, Stopwatch
 from helicore.executor.detokenizer import Detokenizer
+from helicore.executor.interrupts import INTERRUPTS, ProcessCheck, StateChange
 from helicore.executor.kv_pool import KVPool
 from helicore.executor.lanes import Lanes
 from helicore.executor.pool_shape import PoolShape
@@ -44,7 +45,9 @@ class Engine:
     """Serves requests of one model. One thread drives it; nothing here blocks but `step`.
 
     A failed add_request leaves the engine as it was. An error that one request causes inside a
-    step ends that request with finish_reason "abort" and an `error`; the others go on.
+    step ends that request with finish_reason "abort" and an `error`; the others go on. SIGINT is
+    held back while the state changes. What still breaks a change in the middle stops the engine:
+    from then on all but `abort` and `close` raises RuntimeError.
     """
 
     counters: EngineCounters
@@ -88,8 +91,11 @@ class Engine:
         self._watch = Stopwatch(self.counters.times)
         self._requests: dict[str, Request] = {}
         self._pending: list[SequenceUpdate] = []
+        self._late_aborts: list[str] = []
         self._num_arrivals = 0
-        self._is_closed = False
+        self._is_closed = self._is_stepping = False
+        self._change = StateChange("engine")
+        self._process = ProcessCheck()
         seed = secrets.randbits(63) if config.seed is None else config.seed
         self._rng = np.random.default_rng(seed)
         self._private_salt = secrets.token_hex(8)
@@ -118,9 +124,8 @@ class Engine:
         Smaller priorities run first. `reuse_scope` separates prefix caches (tenants, adapters).
         `detokenizer_factory` is needed for stop strings and called once per sequence.
         """
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
-        if request_id in self._requests:
+        self._check_usable()
+        if isinstance(request_id, str) and request_id in self._requests:
             raise FieldError("request_id", f"request_id {request_id!r} is already in use")
         request = make_request(
             request_id,
@@ -137,43 +142,78 @@ class Engine:
             salt = f"{self._private_salt}-{request.arrival}"
             request.scope = ReuseScope(None, salt)
         self._add_sequences(request)
-        self._num_arrivals += 1
-        self._requests[request_id] = request
-        self._scheduler.add(request)
+        with INTERRUPTS, self._change:
+            self._num_arrivals += 1
+            self._requests[request_id] = request
+            self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its last updates come with the next step. Unknown ids are ignored."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._pending += [
-                self._post.abort(sequence)
-                for sequence in request.sequences
-                if sequence.phase is not Phase.DONE
-            ]
+        if request_id not in self._requests or self._change.failed:
+            return
+        if self._is_stepping or self._change.is_open:
+            # The garbage collector may drop a stream anywhere, in the middle of a step as well.
+            self._late_aborts.append(request_id)
+            return
+        with INTERRUPTS, self._change:
+            request = self._requests.pop(request_id)
+            for sequence in request.sequences:
+                if sequence.phase is not Phase.DONE:
+                    self._pending.append(self._post.abort(sequence))
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do or to report."""
+        self._change.check()
         return bool(self._requests or self._pending)
 
     # --- the step ----------------------------------------------------------------------------
 
     def step(self) -> list[SequenceUpdate]:
-        """Schedules, runs and post-processes one step; what happened, in no particular order."""
-        updates, self._pending = self._pending, []
+        """Schedules, runs and post-processes one step; what happened, in no particular order.
+
+        Updates that an interrupt kept from being returned come with the next step.
+        """
+        self._check_usable()
+        updates: list[SequenceUpdate] = []
+        try:
+            with INTERRUPTS:
+                while self._late_aborts:
+                    self.abort(self._late_aborts.pop())
+                self._is_stepping = True
+                updates = self._step()
+                self._is_stepping = False
+            return updates
+        except BaseException:
+            self._is_stepping = False
+            self._pending[:0] = updates
+            raise
+
+    def _step(self) -> list[SequenceUpdate]:
         self._watch.restart()
-        step = self._scheduler.schedule()
+        with self._change:
+            step = self._scheduler.schedule()
         self._watch.mark("schedule")
         if not step.empty:
-            try:
-                computed = self._compute(step)
-            except Exception:
-                self._note_failed_step()
-                updates += self._run_one_by_one(step)
-            else:
-                updates += self._finish(step, *computed)
-        self._update_gauges()
-        self._watch.mark("postprocess")
-        return updates
+            self._run(step)
+        with self._change:
+            self._update_gauges()
+            self._watch.mark("postprocess")
+            updates, self._pending = self._pending, []
+            return updates
+
+    def _run(self, step: Step) -> None:
+        """Computes outside of any state change: what goes wrong here can be tried again."""
+        try:
+            computed = self._compute(step)
+        except Exception:
+            self._batch.forget()
+            self._note_failed_step()
+            self._run_one_by_one(step)
+        except BaseException:
+            self._batch.forget()
+            raise
+        else:
+            self._finish(step, *computed)
 
     def _compute(self, step: Step) -> tuple[StepInputs, Sampled]:
         """The part of a step that can fail: it changes cache rows, but no sequence."""
@@ -185,27 +225,30 @@ class Engine:
         self._watch.mark("sample")
         return inputs, sampled
 
-    def _finish(self, step: Step, inputs: StepInputs, sampled: Sampled) -> list[SequenceUpdate]:
+    def _finish(self, step: Step, inputs: StepInputs, sampled: Sampled) -> None:
         """Sequences take in what was computed; those that ended leave."""
-        self._scheduler.advance(step)
-        updates = self._post.run(inputs.sampled, sampled)
-        for request_id in self._post.take_finished():
-            self._requests.pop(request_id, None)
-        return updates
+        with self._change:
+            self._scheduler.advance(step)
+            self._pending += self._post.run(inputs.sampled, sampled)
+            self._forget_finished()
 
-    def _run_one_by_one(self, step: Step) -> list[SequenceUpdate]:
+    def _run_one_by_one(self, step: Step) -> None:
         """After a step failed: each sequence alone, so that only those at fault are aborted."""
-        updates: list[SequenceUpdate] = []
-        for sequence, part in step.split(self._lanes):
+        for sequence, part in list(step.split(self._lanes)):
             try:
                 computed = self._compute(part)
             except Exception as error:
-                updates.append(self._post.abort(sequence, f"{type(error).__name__}: {error}"))
+                self._batch.forget()
+                with self._change:
+                    message = f"{type(error).__name__}: {error}"
+                    self._pending.append(self._post.abort(sequence, message))
+                    self._forget_finished()
             else:
-                updates += self._finish(part, *computed)
+                self._finish(part, *computed)
+
+    def _forget_finished(self) -> None:
         for request_id in self._post.take_finished():
             self._requests.pop(request_id, None)
-        return updates
 
     def _note_failed_step(self) -> None:
         self.counters.failed_steps += 1
@@ -220,15 +263,32 @@ class Engine:
 
     def close(self) -> None:
         """Ends all requests and gives the cache memory back. The engine is not usable after."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self._pending.clear()
-        self._is_closed = True
-        self._runner.close()
-        self._pool.close()
+        if self._process.is_child:
+            # The native threads are not here; the memory goes with the process.
+            self._is_closed = True
+            return
+        if self._is_stepping:
+            raise RuntimeError("the engine cannot be closed in the middle of its own step")
+        with INTERRUPTS:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._requests.clear()
+            self._pending.clear()
+            self._is_closed = True
+            self._runner.close()
+            self._pool.close()
+
+    def _check_usable(self) -> None:
+        self._process.check()
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        if self._is_stepping:
+            raise RuntimeError("the engine is in the middle of a step; it takes one call at a time")
+        self._change.check()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False (and no effect) while sequences run."""
+        self._check_usable()
         if self._scheduler.num_running:
             return False
         self._pool.clear()
