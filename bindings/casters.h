@@ -110,6 +110,9 @@ inline bool to_tensor_view(PyObject* object, TensorView* out) noexcept {
   if (t.device.device_type != 1 && t.device.device_type != 2) return false;
   out->device = {t.device.device_type == 2 ? DeviceType::kCuda : DeviceType::kCpu,
                  t.device.device_id};
+  int64_t numel = 1;
+  for (int d = 0; d < t.ndim; ++d) numel *= t.shape[d];
+  if (t.data == nullptr && numel > 0) return false;  // fake tensors and wrappers have no memory
   out->data = static_cast<char*>(t.data) + t.byte_offset;
   out->ndim = t.ndim;
   int64_t stride = 1;

@@ -1,12 +1,14 @@
 """Registration of native kernels as torch custom operators, with a direct path for eager calls.
 
 A dispatched custom operator costs several microseconds a call, a direct call into the native module
-about one. `register_op` therefore returns a plain function that runs the implementation itself, and
-goes through `torch.ops.helicore.<name>` only while `torch.compile` or `torch.export` traces.
+about one. `register_op` therefore returns a plain function that runs the implementation itself. It
+goes through `torch.ops.helicore.<name>` where torch has to see the operator: while `torch.compile`
+or `torch.export` traces, and under a dispatch mode (`make_fx`, fake tensors). No operator has a
+backward pass: a call that asks for a gradient is refused.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar, cast
 
 import torch
@@ -15,7 +17,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LIBRARY = torch.library.Library("helicore", "FRAGMENT")
-is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def needs_dispatch() -> bool:
+    """Whether torch has to see calls as operators now."""
+    return _is_compiling() or _num_dispatch_modes() > 0
+
+
+def refuse_gradient(name: str, args: Iterable[object]) -> None:
+    """RuntimeError when autograd would record a call of operator `name` with these arguments."""
+    if _is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        raise RuntimeError(
+            f"helicore.ops.{name} has no backward pass, but an argument requires a gradient; "
+            "call it under torch.no_grad() or pass detached tensors"
+        )
 
 
 def register_op(
@@ -40,8 +58,10 @@ def register_op(
 
         @functools.wraps(impl)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if is_compiling():
+            if needs_dispatch():
                 return operator(*args, **kwargs)
+            if _is_grad_enabled():
+                refuse_gradient(name, (*args, *kwargs.values()))
             return impl(*args, **kwargs)
 
         return call

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from helicore._core import moe as _moe
-from helicore.ops._registry import is_compiling, register_op
+from helicore.ops._registry import needs_dispatch, refuse_gradient, register_op
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ def route(
         ids int32 [T, k] by descending choice (equal ones: lower id first), distinct and in [0, E);
         weights float32 [T, k]. A NaN logit counts as the worst choice with weight 0.
     """
-    if is_compiling():
+    refuse_gradient("route", (x, gate, bias))
+    if needs_dispatch():
         c = config
         return _route_op(
             x,
@@ -215,7 +216,8 @@ def moe_block(
     shared_intermediate: int = 0,
 ) -> Tensor:
     """`route` and `moe_forward` in one native call: [T, D] in the dtype of x."""
-    if is_compiling():
+    refuse_gradient("moe_block", (x, gate, bias, w13, w2, shared_w13, shared_w2))
+    if needs_dispatch():
         ids, weights = route(x, gate, bias, config)
         return moe_forward(
             x, ids, weights, w13, w2, intermediate, shared_w13, shared_w2, shared_intermediate

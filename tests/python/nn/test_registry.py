@@ -108,3 +108,41 @@ def test_fake_tensors_have_the_shapes_of_real_results() -> None:
         y = torch.ops.helicore.linear(x, packed, 16, out_dtype=torch.float32)
     assert y.shape == (3, 16)
     assert y.dtype == torch.float32
+
+
+def test_make_fx_records_the_operator_instead_of_uninitialised_memory() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, weight = torch.randn(4, 16), torch.randn(16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x, weight, 1e-6)
+
+    graph = make_fx(step)(x)
+    assert "helicore.rms_norm" in graph.code
+    assert torch.equal(graph(x), step(x))
+
+
+def test_calls_on_fake_tensors_give_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        y = ops.rms_norm(torch.empty(2, 8), torch.ones(8), 1e-6)
+    assert isinstance(y, FakeTensor)
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    x = torch.ones(2, 8)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        ops.rms_norm(x, torch.ones(8), 1e-6)
+
+
+def test_asking_for_a_gradient_is_refused_instead_of_dropping_it() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"ops\.rms_norm has no backward pass"):
+        ops.rms_norm(x, torch.ones(8), 1e-6)
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        ops.route(x, torch.ones(4, 8), None, ops.RouterConfig(num_experts=4, top_k=2))
+    with torch.no_grad():
+        assert not ops.rms_norm(x, torch.ones(8), 1e-6).requires_grad
