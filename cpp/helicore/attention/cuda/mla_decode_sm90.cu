@@ -4,7 +4,7 @@
 // rows arrive by one bulk copy per row, a ring of stages deep; a row in shared memory is padded by
 // 16 bytes, so that eight rows of a matrix load hit all banks. The row serves as key (all columns)
 // and, transposed on load, as value (first R columns).
-//   scores   warps split heads and tokens; with kRows = 16 the queries stay in registers
+//   scores   warps split tokens (kRows = 16, queries in registers) or heads, tokens and width
 //   softmax  online, base 2; row maxima of the warps meet in shared memory
 //   values   each of the eight warps sums 64 output columns of all heads
 // Probabilities are rounded to bfloat16 for the second product; all sums are float32.
@@ -50,11 +50,8 @@ struct Layout {
   static constexpr int kStages = kQueriesInRegisters ? 3 : 2;
 
   static constexpr int kRowTiles = kRows / 16;
-  // Score warps: kRowWarps x kTokenWarps, each kWarpRowTiles x kTokenTiles products of 16 x 8.
-  static constexpr int kRowWarps = kQueriesInRegisters ? 1 : 2;
-  static constexpr int kTokenWarps = kQueriesInRegisters ? kWarps : 2;
-  static constexpr int kScoreWarps = kRowWarps * kTokenWarps;
-  static constexpr int kWarpRowTiles = kRowTiles / kRowWarps;
+  // Scores end up as one row tile of a warp, kTokenTiles products of 16 x 8.
+  static constexpr int kTokenWarps = kWarps / kRowTiles;
   static constexpr int kWarpTokens = kTokens / kTokenWarps;
   static constexpr int kTokenTiles = kWarpTokens / 8;
 
@@ -121,18 +118,30 @@ struct TileSource {
   }
 };
 
-// Queries to shared memory, swizzled; heads past the end are zero.
+// Queries to shared memory, swizzled; heads past the end are zero. All loads are in flight before
+// the first store.
 template <typename L>
 __device__ inline void load_queries(const MlaDecodeParams& p, int64_t t, int head_begin, char* to) {
   constexpr int kUnits = L::kRowBytes / kUnit;
+  constexpr int kTotal = L::kRows * kUnits;
+  constexpr int kLoads = (kTotal + kThreads - 1) / kThreads;
   const int heads = min(L::kRows, p.num_heads - head_begin);
   const uint4* from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) +
                                                      (t * p.num_heads + head_begin) * L::kWidth);
-  for (int i = threadIdx.x; i < L::kRows * kUnits; i += kThreads) {
+  uint4 loaded[kLoads];
+#pragma unroll
+  for (int n = 0; n < kLoads; ++n) {
+    const int i = threadIdx.x + n * kThreads;
+    loaded[n] = i < heads * kUnits ? __ldg(from + i) : uint4{0, 0, 0, 0};
+  }
+#pragma unroll
+  for (int n = 0; n < kLoads; ++n) {
+    const int i = threadIdx.x + n * kThreads;
     const int row = i / kUnits;
-    const int unit = i % kUnits;
-    *reinterpret_cast<uint4*>(to + row * L::kRowBytes + (unit ^ (row & 7)) * kUnit) =
-        row < heads ? from[i] : uint4{0, 0, 0, 0};
+    if (i < kTotal) {
+      *reinterpret_cast<uint4*>(to + row * L::kRowBytes + ((i % kUnits) ^ (row & 7)) * kUnit) =
+          loaded[n];
+    }
   }
 }
 
@@ -150,7 +159,7 @@ struct RegisterQueries {
   }
 
   // Scores of eight tokens a warp. Four chains of sums hide the latency of the products.
-  __device__ void scores(uint32_t tile, float (&s)[1][1][4]) const {
+  __device__ void scores(uint32_t tile, char*, float (&s)[1][4]) const {
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
     const uint32_t row = tile + (warp * 8 + lane % 8) * L::kRowStride + lane / 8 * kUnit;
@@ -164,66 +173,107 @@ struct RegisterQueries {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[0][0][i] = (chain[0][i] + chain[1][i]) + (chain[2][i] + chain[3][i]);
+      s[0][i] = (chain[0][i] + chain[1][i]) + (chain[2][i] + chain[3][i]);
     }
   }
 };
 
-// The same with queries in shared memory: 32 heads and 32 tokens a warp.
+// The same with 64 queries in shared memory. A warp multiplies 32 heads by 32 tokens over half of
+// the width; warps w and w + 4 then exchange halves, so that each ends up with the sums of 16
+// heads.
 template <typename L>
 struct SharedQueries {
   uint32_t queries;
 
   __device__ void load(uint32_t at) { queries = at; }
 
-  __device__ void scores(uint32_t tile, float (&s)[2][4][4]) const {
+  __device__ void scores(uint32_t tile, char* exchange, float (&s)[4][4]) const {
+    const int warp = threadIdx.x / kWarpSize;
+    const int lane = threadIdx.x % kWarpSize;
+    float part[2][4][4] = {};
+    multiply(tile, part);
+    float4* const mine = reinterpret_cast<float4*>(exchange) + warp % 4 * (4 * kWarpSize) + lane;
+    const int pair = 1 + warp % 4;
+    if (warp < 4) {
+      pair_sync(pair);
+      take(mine, part[0], s);
+      pair_sync(pair);
+      give(mine, part[1]);
+      pair_sync(pair);
+    } else {
+      give(mine, part[0]);
+      pair_sync(pair);
+      pair_sync(pair);
+      pair_sync(pair);
+      take(mine, part[1], s);
+    }
+  }
+
+ private:
+  __device__ void multiply(uint32_t tile, float (&part)[2][4][4]) const {
+    constexpr int kHalf = L::kSteps / 2;
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
-    const int row_begin = warp / L::kTokenWarps * 32 + lane % 16;
-    const uint32_t tokens =
-        tile + (warp % L::kTokenWarps * 32 + lane % 8 + lane / 16 * 8) * L::kRowStride +
-        lane / 8 % 2 * kUnit;
+    const int row = warp / 2 % 2 * 32 + lane % 16;
+    const int first = warp / 4 * kHalf;
+    const uint32_t tokens = tile + (warp % 2 * 32 + lane % 8 + lane / 16 * 8) * L::kRowStride +
+                            lane / 8 % 2 * kUnit + first * 2 * kUnit;
+    const uint32_t base = queries + row * L::kRowBytes;
+    const int unit = 2 * first + lane / 16;
+    uint32_t a[2][2][4];
+    uint32_t b[2][2][4];
+    const auto fetch = [&](int k) {
+      const uint32_t at = base + ((unit + 2 * k) ^ (row & 7)) * kUnit;
+      ldmatrix_x4(a[k % 2][0], at);
+      ldmatrix_x4(a[k % 2][1], at + 16 * L::kRowBytes);
+      ldmatrix_x4(b[k % 2][0], tokens + k * 2 * kUnit);
+      ldmatrix_x4(b[k % 2][1], tokens + k * 2 * kUnit + 16 * L::kRowStride);
+    };
+    fetch(0);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) s[i][j][0] = s[i][j][1] = s[i][j][2] = s[i][j][3] = 0.0f;
-    }
-#pragma unroll 4
-    for (int k = 0; k < L::kSteps; ++k) {
-      uint32_t a[2][4];
-      uint32_t b[2][4];
-      ldmatrix_x4(a[0], swizzled(queries, row_begin, L::kRowBytes, 2 * k + lane / 16));
-      ldmatrix_x4(a[1], swizzled(queries, row_begin + 16, L::kRowBytes, 2 * k + lane / 16));
-      ldmatrix_x4(b[0], tokens + k * 2 * kUnit);
-      ldmatrix_x4(b[1], tokens + k * 2 * kUnit + 16 * L::kRowStride);
+    for (int k = 0; k < kHalf; ++k) {
+      if (k + 1 < kHalf) fetch(k + 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          mma_bf16(s[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < 4; ++j) {
+          mma_bf16(part[i][j], a[k % 2][i], b[k % 2][j / 2][j % 2 * 2],
+                   b[k % 2][j / 2][j % 2 * 2 + 1]);
+        }
       }
+    }
+  }
+
+  __device__ static void give(float4* to, const float (&part)[4][4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      to[j * kWarpSize] = {part[j][0], part[j][1], part[j][2], part[j][3]};
+    }
+  }
+
+  __device__ static void take(const float4* from, const float (&part)[4][4], float (&s)[4][4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float4 x = from[j * kWarpSize];
+      s[j][0] = part[j][0] + x.x;
+      s[j][1] = part[j][1] + x.y;
+      s[j][2] = part[j][2] + x.z;
+      s[j][3] = part[j][3] + x.w;
     }
   }
 };
 
-// The running softmax of a score warp's rows; lane l keeps rows l / 4 + 8 h of each row tile. All
-// score warps of a row agree on m; l is the sum over the lane's own tokens.
+// The running softmax of a warp's 16 rows; lane l keeps rows l / 4 and l / 4 + 8. All warps of a
+// row agree on m; l is the sum over the lane's own tokens.
 template <typename L>
 struct Softmax {
-  float m[L::kWarpRowTiles][2];
-  float l[L::kWarpRowTiles][2];
+  float m[2] = {-INFINITY, -INFINITY};
+  float l[2] = {0.0f, 0.0f};
 
-  __device__ void reset() {
-#pragma unroll
-    for (int i = 0; i < L::kWarpRowTiles * 2; ++i) {
-      m[i / 2][i % 2] = -INFINITY;
-      l[i / 2][i % 2] = 0.0f;
-    }
-  }
-
-  __device__ static int row(int tile, int half) {
-    return (threadIdx.x / kWarpSize / L::kTokenWarps * L::kWarpRowTiles + tile) * 16 +
-           threadIdx.x % kWarpSize / 4 + half * 8;
+  __device__ static int row(int half) {
+    const int warp = threadIdx.x / kWarpSize;
+    const int tile = L::kQueriesInRegisters ? 0 : warp / 2 % 2 * 2 + warp / 4;
+    return tile * 16 + threadIdx.x % kWarpSize / 4 + half * 8;
   }
   __device__ static int token_warp() { return threadIdx.x / kWarpSize % L::kTokenWarps; }
   // The first of the two tokens of the lane in a token tile.
@@ -232,73 +282,63 @@ struct Softmax {
   }
 
   // Scales, hides tokens at `valid` and past it, leaves this warp's row maxima in row_max.
-  __device__ void mask(float (&s)[L::kWarpRowTiles][L::kTokenTiles][4], float scale, int valid,
+  __device__ void mask(float (&s)[L::kTokenTiles][4], float scale, int valid,
                        float* row_max) const {
 #pragma unroll
-    for (int i = 0; i < L::kWarpRowTiles; ++i) {
+    for (int h = 0; h < 2; ++h) {
+      float most = -INFINITY;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float most = -INFINITY;
+      for (int j = 0; j < L::kTokenTiles; ++j) {
 #pragma unroll
-        for (int j = 0; j < L::kTokenTiles; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& x = s[i][j][h * 2 + c];
-            x = token(j) + c < valid ? x * scale : -INFINITY;
-            most = fmaxf(most, x);
-          }
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[j][h * 2 + c];
+          x = token(j) + c < valid ? x * scale : -INFINITY;
+          most = fmaxf(most, x);
         }
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        if (threadIdx.x % 4 == 0) row_max[token_warp() * L::kRows + row(i, h)] = most;
       }
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      if (threadIdx.x % 4 == 0) row_max[token_warp() * L::kRows + row(h)] = most;
     }
   }
 
   // Scores to probabilities in shared memory and rescale factors of the sums so far.
-  __device__ void update(const float (&s)[L::kWarpRowTiles][L::kTokenTiles][4],
-                         const float* row_max, float* corr, char* prob) {
+  __device__ void update(const float (&s)[L::kTokenTiles][4], const float* row_max, float* corr,
+                         char* prob) {
 #pragma unroll
-    for (int i = 0; i < L::kWarpRowTiles; ++i) {
+    for (int h = 0; h < 2; ++h) {
+      const int r = row(h);
+      float m_new = m[h];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = row(i, h);
-        float m_new = m[i][h];
+      for (int w = 0; w < L::kTokenWarps; ++w) m_new = fmaxf(m_new, row_max[w * L::kRows + r]);
+      const float base = m_new == -INFINITY ? 0.0f : m_new;  // of hidden scores: exp2(-inf) is 0
+      const float c = fast_exp2(m[h] - base);
+      float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < L::kTokenWarps; ++w) m_new = fmaxf(m_new, row_max[w * L::kRows + r]);
-        const float c = m[i][h] == -INFINITY ? 0.0f : exp2f(m[i][h] - m_new);
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < L::kTokenTiles; ++j) {
-          const float x = s[i][j][h * 2];
-          const float y = s[i][j][h * 2 + 1];
-          const float px = x == -INFINITY ? 0.0f : exp2f(x - m_new);
-          const float py = y == -INFINITY ? 0.0f : exp2f(y - m_new);
-          sum += px + py;
-          const int at = token(j);
-          *reinterpret_cast<uint32_t*>(prob + r * kProbBytes + ((at / 8) ^ (r & 7)) * kUnit +
-                                       at % 8 * 2) = pack_bf16(px, py);
-        }
-        l[i][h] = l[i][h] * c + sum;
-        m[i][h] = m_new;
-        if (token_warp() == 0 && threadIdx.x % 4 == 0) corr[r] = c;
+      for (int j = 0; j < L::kTokenTiles; ++j) {
+        const float x = fast_exp2(s[j][h * 2] - base);
+        const float y = fast_exp2(s[j][h * 2 + 1] - base);
+        sum += x + y;
+        const int at = token(j);
+        *reinterpret_cast<uint32_t*>(prob + r * kProbBytes + ((at / 8) ^ (r & 7)) * kUnit +
+                                     at % 8 * 2) = pack_bf16(x, y);
       }
+      l[h] = l[h] * c + sum;
+      m[h] = m_new;
+      if (token_warp() == 0 && threadIdx.x % 4 == 0) corr[r] = c;
     }
   }
 
   // Leaves the warp's sums in row_sum and the maxima in row_m.
   __device__ void finish(float* row_sum, float* row_m) const {
 #pragma unroll
-    for (int i = 0; i < L::kWarpRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float sum = l[i][h];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (threadIdx.x % 4 == 0) {
-          row_sum[token_warp() * L::kRows + row(i, h)] = sum;
-          if (token_warp() == 0) row_m[row(i, h)] = m[i][h];
-        }
+    for (int h = 0; h < 2; ++h) {
+      float sum = l[h];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (threadIdx.x % 4 == 0) {
+        row_sum[token_warp() * L::kRows + row(h)] = sum;
+        if (token_warp() == 0) row_m[row(h)] = m[h];
       }
     }
   }
@@ -419,6 +459,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int request = request_of(p.cu_q, p.num_requests, t);
   const int2 range = split_range(visible_tokens(p, request, t), split, partial.num_splits, kTokens);
   const int tiles = (range.y - range.x + kTokens - 1) / kTokens;
+  start_dependent_launch();  // the merge waits for the whole grid before it reads
   if (tiles <= 0) return store_empty(p, partial, row_begin, heads);
 
   const uint32_t shared = shared_address(smem);
@@ -452,19 +493,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   int next_page = source.page_of(L::kStages);
 
   Softmax<L> softmax;
-  softmax.reset();
   float o[L::kRowTiles][kColumnTiles][4] = {};
-  const bool scores_here = threadIdx.x / kWarpSize < L::kScoreWarps;
   for (int tile = 0; tile < tiles; ++tile) {
     const uint32_t rows = shared + tile % L::kStages * L::kStageBytes;
-    float s[L::kWarpRowTiles][L::kTokenTiles][4];
+    float s[L::kTokenTiles][4];
     source.wait(tile);
-    if (scores_here) {
-      queries.scores(rows, s);
-      softmax.mask(s, p.scale * kLog2E, range.y - range.x - tile * kTokens, row_max);
-    }
+    queries.scores(rows, smem + L::kProb, s);
+    softmax.mask(s, p.scale * kLog2E, range.y - range.x - tile * kTokens, row_max);
     __syncthreads();
-    if (scores_here) softmax.update(s, row_max, corr, smem + L::kProb);
+    softmax.update(s, row_max, corr, smem + L::kProb);
     __syncthreads();
     accumulate<L>(o, rows, shared + L::kProb, corr);
     __syncthreads();  // the stage, the probabilities and the factors are used up
@@ -473,7 +510,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       next_page = source.page_of(tile + L::kStages + 1);
     }
   }
-  if (scores_here) softmax.finish(row_max, corr);
+  softmax.finish(row_max, corr);
   __syncthreads();
   store_rows<L>(p, partial, row_begin, heads, o, row_max, corr);
 }

@@ -7,6 +7,7 @@
 #include "helicore/attention/cuda/decode_dispatch.h"
 #include "helicore/attention/cuda/dispatch.h"
 #include "helicore/attention/cuda/mla_cuda.h"
+#include "helicore/attention/cuda/mma.cuh"
 #include "helicore/core/cuda/check.h"
 #include "helicore/core/softmax_stats.h"
 
@@ -14,8 +15,7 @@ namespace helicore::attention::cuda {
 namespace {
 
 constexpr int kMergeThreads = 128;
-constexpr int kSplitLanes = 8;   // threads that share the splits of four columns
-constexpr int kMergeQuads = 32;  // four-column groups of a block
+constexpr int kMergeSplitThreads = 256;
 
 // The first warp turns the (m, l) of a row's splits into weights of the partials; returns the
 // merged (m, l) in every lane. A partial that saw nothing gets weight 0.
@@ -42,18 +42,28 @@ __device__ inline float2 split_weights(const float* stats, int64_t num_rows, int
   return {m, warp_sum(l)};
 }
 
-// A block serves four-column groups of one (token, head) row. The order of the sums depends on
-// num_splits alone.
+// Threads that share the splits of four columns: enough for a few independent loads each.
+__host__ __device__ inline int split_lanes(int num_splits) {
+  int lanes = 2;
+  while (lanes < 32 && lanes * 4 < num_splits) lanes *= 2;
+  return lanes;
+}
+
+// A block serves 256 / lanes four-column groups of one (token, head) row. The order of the sums
+// depends on num_splits alone.
 template <typename QT>
-__global__ void __launch_bounds__(kSplitLanes* kMergeQuads)
+__global__ void __launch_bounds__(kMergeSplitThreads)
     merge_splits_kernel(const __grid_constant__ MlaDecodeParams p,
                         const __grid_constant__ SplitOutput partial) {
   __shared__ float weight[kMaxSplits];
   __shared__ float merged_l;
-  __shared__ float4 sums[kSplitLanes][kMergeQuads];
+  __shared__ float4 sums[kMergeSplitThreads];
   const int rank = p.cache.kv_lora_rank;
   const int64_t row = blockIdx.x;
   const int64_t num_rows = p.num_tokens * p.num_heads;
+#if __CUDA_ARCH__ >= 900
+  wait_for_previous_kernel();
+#endif
   if (threadIdx.x < kWarpSize) {
     const float2 merged =
         split_weights(partial.stats + row * 2, num_rows, partial.num_splits, weight);
@@ -66,30 +76,34 @@ __global__ void __launch_bounds__(kSplitLanes* kMergeQuads)
     }
   }
   __syncthreads();
-  const int quad = threadIdx.x % kMergeQuads;
-  const int lane = threadIdx.x / kMergeQuads;
-  const int column = (static_cast<int>(blockIdx.y) * kMergeQuads + quad) * 4;
+  const int lanes = split_lanes(partial.num_splits);
+  const int quads = kMergeSplitThreads / lanes;
+  const int lane = threadIdx.x / quads;
+  const int column =
+      (static_cast<int>(blockIdx.y) * quads + static_cast<int>(threadIdx.x) % quads) * 4;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   if (column < rank) {
+    const float* const o = partial.o + row * rank + column;
 #pragma unroll 4
-    for (int s = lane; s < partial.num_splits; s += kSplitLanes) {
+    for (int s = lane; s < partial.num_splits; s += lanes) {
       const float w = weight[s];
-      if (w == 0.0f) continue;  // skipped, never multiplied
-      const float4 o =
-          *reinterpret_cast<const float4*>(partial.o + (s * num_rows + row) * rank + column);
-      sum.x = fmaf(w, o.x, sum.x);
-      sum.y = fmaf(w, o.y, sum.y);
-      sum.z = fmaf(w, o.z, sum.z);
-      sum.w = fmaf(w, o.w, sum.w);
+      float4 x = {0.0f, 0.0f, 0.0f, 0.0f};  // a partial of weight 0 is never read
+      if (w != 0.0f) x = *reinterpret_cast<const float4*>(o + s * num_rows * rank);
+      sum.x = fmaf(w, x.x, sum.x);
+      sum.y = fmaf(w, x.y, sum.y);
+      sum.z = fmaf(w, x.z, sum.z);
+      sum.w = fmaf(w, x.w, sum.w);
     }
   }
-  sums[lane][quad] = sum;
-  __syncthreads();
-  if (lane != 0 || column >= rank) return;
-  for (int i = 1; i < kSplitLanes; ++i) {
-    const float4 o = sums[i][quad];
-    sum = {sum.x + o.x, sum.y + o.y, sum.z + o.z, sum.w + o.w};
+  sums[threadIdx.x] = sum;
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (lane >= half) continue;
+    const float4 x = sums[threadIdx.x + half * quads];
+    sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    sums[threadIdx.x] = sum;
   }
+  if (lane != 0 || column >= rank) return;
   const float inv = merged_l > 0.0f ? 1.0f / merged_l : 0.0f;
   QT* out = static_cast<QT*>(p.out) + row * rank + column;
   store_float(out, sum.x * inv);
@@ -127,15 +141,23 @@ __global__ void __launch_bounds__(kMergeThreads)
 }  // namespace
 
 void merge_splits(const MlaDecodeParams& params, const SplitOutput& partial, Stream stream) {
-  const int quads = params.cache.kv_lora_rank / 4;
-  const dim3 grid(static_cast<unsigned>(params.num_tokens * params.num_heads),
-                  static_cast<unsigned>((quads + kMergeQuads - 1) / kMergeQuads));
+  const int quads = kMergeSplitThreads / split_lanes(partial.num_splits);
+  const int blocks_a_row = (params.cache.kv_lora_rank / 4 + quads - 1) / quads;
+  cudaLaunchAttribute early = {};  // blocks may start while the decode kernel ends
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(params.num_tokens * params.num_heads),
+                        static_cast<unsigned>(blocks_a_row));
+  config.blockDim = dim3(kMergeSplitThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = 1;
   dispatch_float(params.q_dtype, "q", [&](auto element) {
-    merge_splits_kernel<decltype(element)>
-        <<<grid, kSplitLanes * kMergeQuads, 0, static_cast<cudaStream_t>(stream)>>>(params,
-                                                                                    partial);
+    helicore::cuda::check(
+        cudaLaunchKernelEx(&config, merge_splits_kernel<decltype(element)>, params, partial),
+        "merge_splits_kernel");
   });
-  helicore::cuda::check_launch("merge_splits_kernel");
 }
 
 void launch_merge_states(const MergeStatesParams& params, Stream stream) {

@@ -42,6 +42,28 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// 2^x to about 2 ulp; 0 for -inf and where the result would be subnormal.
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Waits for the other warp of a pair; `pair` is a named barrier, 1 to 15.
+__device__ inline void pair_sync(int pair) {
+  asm volatile("bar.sync %0, 64;" ::"r"(pair) : "memory");
+}
+
+// Lets the next kernel of the stream start its blocks early if it was launched so, ...
+__device__ inline void start_dependent_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ... where this waits until the one before has ended and its writes are visible.
+__device__ inline void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
