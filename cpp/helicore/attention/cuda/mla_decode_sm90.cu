@@ -193,20 +193,15 @@ struct SharedQueries {
     float part[2][4][4] = {};
     multiply(tile, part);
     float4* const mine = reinterpret_cast<float4*>(exchange) + warp % 4 * (4 * kWarpSize) + lane;
-    const int pair = 1 + warp % 4;
-    if (warp < 4) {
-      pair_sync(pair);
+    const bool upper = warp >= 4;
+    if (upper) give(mine, part[0]);
+    __syncthreads();
+    if (!upper) {
       take(mine, part[0], s);
-      pair_sync(pair);
-      give(mine, part[1]);
-      pair_sync(pair);
-    } else {
-      give(mine, part[0]);
-      pair_sync(pair);
-      pair_sync(pair);
-      pair_sync(pair);
-      take(mine, part[1], s);
+      give(mine, part[1]);  // into the slots just read by this thread
     }
+    __syncthreads();
+    if (upper) take(mine, part[1], s);
   }
 
  private:
@@ -536,10 +531,10 @@ bool supports_latent(const MlaDecodeParams& p, const DecodeDevice& device) {
 // The count that a simple model of the call's time likes best: waves of blocks, each a start-up and
 // its tiles, then a merge whose traffic grows with the splits. Times in ns, from one H200.
 int64_t latent_splits(const MlaDecodeParams& p, int64_t max_kv_len, const DecodeDevice& device) {
-  constexpr double kStartNs = 2500.0;
+  constexpr double kStartNs = 5000.0;
   constexpr double kMergeNs = 2000.0;
   constexpr double kMergeRowNs = 0.8;  // a partial row written and read
-  const double tile_ns = rows_of(p) == kLargeRows ? 2600.0 : 2200.0;
+  const double tile_ns = rows_of(p) == kLargeRows ? 4600.0 : 2300.0;
   const int64_t blocks = blocks_of(p);
   const int64_t tiles = std::max<int64_t>(1, (max_kv_len + kTokens - 1) / kTokens);
   int64_t best = 1;

@@ -49,11 +49,6 @@ __device__ inline float fast_exp2(float x) {
   return y;
 }
 
-// Waits for the other warp of a pair; `pair` is a named barrier, 1 to 15.
-__device__ inline void pair_sync(int pair) {
-  asm volatile("bar.sync %0, 64;" ::"r"(pair) : "memory");
-}
-
 // Lets the next kernel of the stream start its blocks early if it was launched so, ...
 __device__ inline void start_dependent_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
