@@ -33,7 +33,7 @@ constexpr int kUnit = 16;                     // bytes of a matrix row, of a cop
 constexpr int kWarpColumns = kRank / kWarps;  // output columns of a warp
 constexpr int kColumnTiles = kWarpColumns / 8;
 constexpr int kProbBytes = kTokens * 2;  // row of probabilities
-constexpr int kCopyRows = kTokens / kWarps;
+[[maybe_unused]] constexpr int kCopyRows = kTokens / kWarps;
 constexpr int kSmallRows = 16;
 constexpr int kLargeRows = 64;
 
@@ -443,6 +443,7 @@ template <typename L>
 __global__ void __launch_bounds__(kThreads, 1)
     latent_decode_kernel(const __grid_constant__ MlaDecodeParams p,
                          const __grid_constant__ SplitOutput partial) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // supports_latent refuses older devices
   extern __shared__ __align__(128) char smem[];
   const int head_tiles = (p.num_heads + L::kRows - 1) / L::kRows;
   const int64_t t = blockIdx.x / head_tiles;
@@ -508,6 +509,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   softmax.finish(row_max, corr);
   __syncthreads();
   store_rows<L>(p, partial, row_begin, heads, o, row_max, corr);
+#endif
 }
 
 int rows_of(const MlaDecodeParams& p) {
