@@ -156,6 +156,87 @@ def test_fixed_splits_make_a_row_independent_of_its_batch() -> None:
         assert torch.equal(alone[1], together[1][lo:hi])
 
 
+def decode_reference(b: Batch) -> Tensor:
+    """The same attention in float64, request by request, where the tensors are."""
+    rows = []
+    page = b.cache.shape[1]
+    for i, n in enumerate(b.kv_len.tolist()):
+        lo, hi = int(b.cu_q[i]), int(b.cu_q[i + 1])
+        pages = b.block_table[i, : -(-n // page)].long()
+        keys = b.cache[pages].flatten(0, 1)[:n].double()
+        bound = n - (hi - lo) + 1 + torch.arange(hi - lo, device=keys.device)
+        hidden = torch.arange(n, device=keys.device)[None] >= bound[:, None]
+        scores = torch.einsum("thd,kd->thk", b.q[lo:hi].double(), keys) * b.scale
+        weights = torch.softmax(scores.masked_fill(hidden[:, None], -math.inf), -1).nan_to_num(0.0)
+        rows.append(weights @ keys[:, : b.rank])
+    return torch.cat(rows)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    assert not got.isnan().any()
+    return float((got.double() - want).norm() / want.norm())
+
+
+# Probabilities and results are rounded to bfloat16, 2^-9 relative each.
+BF16_ERROR = 4e-3
+MANY_QUERIES = [(n, 61 * n) for n in range(1, 9)] + [(1, 1), (1, 2049), (2, 2), (1, 0), (8, 700)]
+
+
+@pytest.mark.parametrize("page", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [1, 6, 12, 16, 17, 32, 33, 96, 128])
+def test_bfloat16_decode_matches_float64_for_any_heads_and_pages(heads: int, page: int) -> None:
+    batch = make_batch(MANY_QUERIES, heads=heads, page=page, seed=heads + page).to("cuda")
+    assert relative_error(decode_cuda(batch)[0], decode_reference(batch)) < BF16_ERROR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 64, 200, 256])
+def test_every_split_count_gives_the_same_attention(heads: int, splits: int) -> None:
+    lens = [(1, n) for n in (63, 64, 65, 128, 129, 191, 192, 193, 256, 257, 6000)]
+    batch = make_batch(lens, heads=heads, page=16, seed=splits).to("cuda")
+    want = decode_reference(batch)
+    assert relative_error(decode_cuda(batch, fixed_splits=splits)[0], want) < BF16_ERROR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latents_without_a_rope_part(heads: int) -> None:
+    batch = make_batch(MANY_QUERIES, heads=heads, rope=0).to("cuda")
+    assert relative_error(decode_cuda(batch)[0], decode_reference(batch)) < BF16_ERROR
+
+
+@pytest.mark.parametrize("heads", [12, 128])
+def test_a_context_of_65536(heads: int) -> None:
+    batch = make_batch([(1, 65_536), (2, 65_535)], heads=heads).to("cuda")
+    assert relative_error(decode_cuda(batch)[0], decode_reference(batch)) < BF16_ERROR
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_batch_of_64_ragged_requests(heads: int) -> None:
+    lens = [(1 + i % 2, 2 + (i * 397) % 1500) for i in range(64)]
+    batch = make_batch(lens, heads=heads, page=32).to("cuda")
+    assert relative_error(decode_cuda(batch)[0], decode_reference(batch)) < BF16_ERROR
+
+
+def test_the_error_bound_sees_one_missing_token() -> None:
+    batch = make_batch([(1, 500)]).to("cuda")
+    out = decode_cuda(batch)[0]
+    batch.kv_len -= 1
+    assert relative_error(out, decode_reference(batch)) > BF16_ERROR
+
+
+@pytest.mark.parametrize("heads", [6, 16, 128])
+@pytest.mark.parametrize("splits", [1, 8, 50])
+def test_a_row_has_the_same_bits_alone_and_in_a_large_batch(heads: int, splits: int) -> None:
+    lens = [(1 + i % 3, 3 + (i * 911) % 4000) for i in range(40)]
+    batch = make_batch(lens, heads=heads, seed=7).to("cuda")
+    together = decode_cuda(batch, fixed_splits=splits)
+    for i in (0, 1, 17, 39):
+        alone = decode_cuda(batch.rows(i, i + 1), fixed_splits=splits)
+        lo, hi = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
+        assert torch.equal(alone[0], together[0][lo:hi])
+        assert torch.equal(alone[1], together[1][lo:hi])
+
+
 def test_decode_replays_in_a_graph_while_lengths_change() -> None:
     batch = make_batch([(1, 2000), (1, 900)], seed=5).to("cuda")
     out = torch.empty((2, 16, batch.rank), dtype=batch.q.dtype, device="cuda")

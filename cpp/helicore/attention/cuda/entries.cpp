@@ -60,17 +60,19 @@ RopeTable rope_table(const TensorView* cos_sin, const TensorView* positions, int
   return rope;
 }
 
-// Number of multiprocessors of a device; looked up once per device.
-int num_sms(Device device) {
+// What the choice of kernel and splits depends on; looked up once per device.
+DecodeDevice decode_device(Device device) {
   constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int>, kMaxDevices> known{};
-  std::atomic<int>& entry = known[static_cast<size_t>(device.index % kMaxDevices)];
-  int count = entry.load(std::memory_order_relaxed);
-  if (count == 0) {
-    count = helicore::cuda::device_properties(device.index).num_sms;
-    entry.store(count, std::memory_order_relaxed);
+  constexpr int kMajorShift = 16;
+  static std::array<std::atomic<int32_t>, kMaxDevices> known{};
+  std::atomic<int32_t>& entry = known[static_cast<size_t>(device.index % kMaxDevices)];
+  int32_t packed = entry.load(std::memory_order_relaxed);
+  if (packed == 0) {
+    const auto properties = helicore::cuda::device_properties(device.index);
+    packed = properties.compute_major << kMajorShift | properties.num_sms;
+    entry.store(packed, std::memory_order_relaxed);
   }
-  return count;
+  return {.num_sms = packed & ((1 << kMajorShift) - 1), .compute_major = packed >> kMajorShift};
 }
 
 struct PreparedDecode {
@@ -226,7 +228,7 @@ void merge_states(const MergeStatesArgs& args, Stream stream) {
 
 size_t decode_workspace_bytes(const MlaDecodeArgs& args, int32_t fixed_splits) {
   const PreparedDecode d = prepare(args);
-  return plan_decode_splits(d.params, d.max_kv_len, num_sms(args.q.device), fixed_splits)
+  return plan_decode_splits(d.params, d.max_kv_len, decode_device(args.q.device), fixed_splits)
       .workspace_bytes;
 }
 
@@ -235,7 +237,7 @@ void mla_decode(const MlaDecodeArgs& args, int32_t fixed_splits, const TensorVie
   constexpr const char* kWhere = "attention.mla_decode";
   const PreparedDecode d = prepare(args);
   const DecodeSplits splits =
-      plan_decode_splits(d.params, d.max_kv_len, num_sms(args.q.device), fixed_splits);
+      plan_decode_splits(d.params, d.max_kv_len, decode_device(args.q.device), fixed_splits);
   void* memory = nullptr;
   if (splits.workspace_bytes > 0) {
     HELICORE_CHECK(workspace != nullptr, kWhere, "workspace of ", splits.workspace_bytes,

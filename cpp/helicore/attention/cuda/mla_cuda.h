@@ -1,7 +1,7 @@
 // CUDA launches of the latent-attention kernels. Each takes the parameter struct of its CPU twin
 // (mla_params.h), with device pointers. None allocates or synchronises; a launch that the driver
-// refuses throws CudaError. The kernels here are portable (sm_80 and up, any widths that are
-// multiples of 4); tuned ones sit beside them.
+// refuses throws CudaError. Portable kernels take any widths that are multiples of 4; decode has a
+// tuned one beside it (decode_dispatch.h).
 #pragma once
 
 #include <cstddef>
@@ -18,10 +18,19 @@ void launch_mla_append(const MlaAppendParams& params, Stream stream);
 void launch_rope_rows(const RopeRowsParams& params, Stream stream);
 void launch_merge_states(const MergeStatesParams& params, Stream stream);
 
+struct DecodeKernel;  // decode_dispatch.h
+
+// What the choice of a kernel depends on, besides shapes and dtypes.
+struct DecodeDevice {
+  int32_t num_sms = 0;
+  int32_t compute_major = 0;
+};
+
 // How a decode call is cut: every row's tokens go to `num_splits` equal ranges. The count depends
 // on shapes alone, never on lengths, so a launch can be captured in a graph and replayed while
 // sequences grow.
 struct DecodeSplits {
+  const DecodeKernel* kernel = nullptr;  // the one that runs the call
   int32_t num_splits = 1;
   size_t workspace_bytes = 0;  // partial results; 0 when num_splits is 1
 };
@@ -29,7 +38,7 @@ struct DecodeSplits {
 // `max_kv_len` bounds every row's length (block table width times page size). With `fixed_splits` >
 // 0 that many are used, which makes a row's bits independent of its batch.
 [[nodiscard]] DecodeSplits plan_decode_splits(const MlaDecodeParams& params, int64_t max_kv_len,
-                                              int32_t num_sms, int32_t fixed_splits = 0);
+                                              const DecodeDevice& device, int32_t fixed_splits = 0);
 
 // `workspace` holds plan_decode_splits(...).workspace_bytes device bytes, 16-byte aligned; may be
 // null when that is 0.

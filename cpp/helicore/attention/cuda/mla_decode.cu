@@ -10,8 +10,10 @@
 #include <cmath>
 
 #include "helicore/attention/cuda/common.cuh"
+#include "helicore/attention/cuda/decode_dispatch.h"
 #include "helicore/attention/cuda/dispatch.h"
 #include "helicore/attention/cuda/mla_cuda.h"
+#include "helicore/attention/cuda/ranges.cuh"
 #include "helicore/core/cuda/check.h"
 #include "helicore/core/softmax_stats.h"
 
@@ -21,14 +23,6 @@ namespace {
 constexpr int kHeadTile = 8;                            // heads of a block
 constexpr int kTokenTile = 16;                          // latent rows in shared memory at a time
 constexpr int kDecodeThreads = kHeadTile * kTokenTile;  // one score a thread
-constexpr int kMergeThreads = 128;
-constexpr int kMaxSplits = 64;
-
-struct SplitOutput {
-  float* o = nullptr;      // [num_splits, T, H, R] normalised partials
-  float* stats = nullptr;  // [num_splits, T, H, 2]
-  int32_t num_splits = 1;
-};
 
 // Rows are padded to an odd count of 16-byte units, so that a column of rows hits different banks.
 __host__ __device__ inline int row_stride(int width) { return ((width / 4) | 1) * 4; }
@@ -46,34 +40,6 @@ struct SharedLayout {
     total = corr + 2 * kHeadTile;  // rescale factors, final 1/l
   }
 };
-
-// The request of query token t: the last b with cu_q[b] <= t.
-__device__ inline int request_of(const int32_t* cu_q, int num_requests, int64_t t) {
-  int lo = 0;
-  int hi = num_requests;
-  while (hi - lo > 1) {
-    const int mid = (lo + hi) / 2;
-    if (cu_q[mid] <= t) {
-      lo = mid;
-    } else {
-      hi = mid;
-    }
-  }
-  return lo;
-}
-
-// Tokens that query token t sees.
-__device__ inline int visible_tokens(const MlaDecodeParams& p, int request, int64_t t) {
-  if (p.kv_bound != nullptr) return p.kv_bound[t];
-  return max(0, p.kv_len[request] - (p.cu_q[request + 1] - static_cast<int>(t)) + 1);
-}
-
-// [begin, end) of a split: equal ranges, cut at multiples of the token tile.
-__device__ inline int2 split_range(int visible, int split, int num_splits) {
-  const int tiles = (visible + kTokenTile - 1) / kTokenTile;
-  const int per_split = (tiles + num_splits - 1) / num_splits * kTokenTile;
-  return {min(visible, split * per_split), min(visible, (split + 1) * per_split)};
-}
 
 template <typename CT>
 __device__ inline void load_tile(const MlaDecodeParams& p, const int32_t* pages, int begin, int end,
@@ -149,7 +115,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const int heads = min(kHeadTile, p.num_heads - head_begin);
   const int split = blockIdx.z;
   const int request = request_of(p.cu_q, p.num_requests, t);
-  const int2 range = split_range(visible_tokens(p, request, t), split, partial.num_splits);
+  const int2 range =
+      split_range(visible_tokens(p, request, t), split, partial.num_splits, kTokenTile);
   const int32_t* pages = p.block_table + request * p.block_table_stride;
 
   // Queries, scaled into base 2; heads past the end are zero.
@@ -209,111 +176,22 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
 }
 
-// One block a (token, head) row: folds its partials in ascending order of split.
-template <typename QT>
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_splits_kernel(const __grid_constant__ MlaDecodeParams p,
-                        const __grid_constant__ SplitOutput partial) {
-  const int rank = p.cache.kv_lora_rank;
-  const int64_t row = blockIdx.x;
-  const int64_t num_rows = p.num_tokens * p.num_heads;
-  __shared__ float weight[kMaxSplits];
-  __shared__ float2 merged;
-  if (threadIdx.x == 0) {
-    float m = -INFINITY;
-    for (int s = 0; s < partial.num_splits; ++s) {
-      const float* st = partial.stats + (s * num_rows + row) * 2;
-      if (st[1] > 0.0f) m = fmaxf(m, st[0]);
-    }
-    float l = 0.0f;
-    for (int s = 0; s < partial.num_splits; ++s) {
-      const float* st = partial.stats + (s * num_rows + row) * 2;
-      weight[s] = st[1] > 0.0f ? st[1] * exp2f(st[0] - m) : 0.0f;
-      l += weight[s];
-    }
-    merged = {m, l};
-  }
-  __syncthreads();
-  const float l = merged.y;
-  for (int i = threadIdx.x; i < rank; i += kMergeThreads) {
-    float sum = 0.0f;
-    for (int s = 0; s < partial.num_splits; ++s) {
-      if (weight[s] == 0.0f) continue;  // skipped, never multiplied
-      sum += weight[s] * partial.o[(s * num_rows + row) * rank + i];
-    }
-    store_float(static_cast<QT*>(p.out) + row * rank + i, l > 0.0f ? sum / l : 0.0f);
-  }
-  if (threadIdx.x == 0 && p.stats != nullptr) {
-    p.stats[row * 2] = merged.x;
-    p.stats[row * 2 + 1] = l;
-  }
-}
+bool supports_any(const MlaDecodeParams&, const DecodeDevice&) { return true; }
 
-template <typename T>
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
-  const int64_t row = blockIdx.x;
-  const SoftmaxStats a{p.stats_a[row * 2], p.stats_a[row * 2 + 1]};
-  const SoftmaxStats b{p.stats_b[row * 2], p.stats_b[row * 2 + 1]};
-  const bool has_a = a.l > 0.0f;
-  const bool has_b = b.l > 0.0f;
-  const float m = has_a && has_b ? fmaxf(a.m, b.m) : has_a ? a.m : has_b ? b.m : -INFINITY;
-  const float wa = has_a ? a.l * exp2f(a.m - m) : 0.0f;
-  const float wb = has_b ? b.l * exp2f(b.m - m) : 0.0f;
-  const float l = wa + wb;
-  for (int64_t i = threadIdx.x; i < p.width; i += kMergeThreads) {
-    const int64_t at = row * p.width + i;
-    float sum = 0.0f;
-    if (wa != 0.0f) sum += wa / l * load_as_float(static_cast<const T*>(p.o_a) + at);
-    if (wb != 0.0f) sum += wb / l * load_as_float(static_cast<const T*>(p.o_b) + at);
-    store_float(static_cast<T*>(p.out) + at, sum);
-  }
-  __syncthreads();  // stats may alias an input
-  if (threadIdx.x == 0 && p.stats != nullptr) {
-    p.stats[row * 2] = m;
-    p.stats[row * 2 + 1] = l;
-  }
-}
-
-}  // namespace
-
-DecodeSplits plan_decode_splits(const MlaDecodeParams& params, int64_t max_kv_len, int32_t num_sms,
-                                int32_t fixed_splits) {
-  DecodeSplits splits;
+int64_t portable_splits(const MlaDecodeParams& params, int64_t max_kv_len,
+                        const DecodeDevice& device) {
   const int64_t blocks = params.num_tokens * ((params.num_heads + kHeadTile - 1) / kHeadTile);
-  if (blocks == 0) return splits;
   const int64_t useful = std::max<int64_t>(1, max_kv_len / (4 * kTokenTile));
-  const int64_t wanted = fixed_splits > 0 ? fixed_splits : (2 * num_sms + blocks - 1) / blocks;
-  splits.num_splits = static_cast<int32_t>(std::clamp<int64_t>(
-      wanted, 1, fixed_splits > 0 ? kMaxSplits : std::min<int64_t>(kMaxSplits, useful)));
-  if (splits.num_splits > 1) {
-    const size_t rows = static_cast<size_t>(splits.num_splits) *
-                        static_cast<size_t>(params.num_tokens) *
-                        static_cast<size_t>(params.num_heads);
-    splits.workspace_bytes = rows * (static_cast<size_t>(params.cache.kv_lora_rank) + 2) * 4;
-  }
-  return splits;
+  return std::min((2 * device.num_sms + blocks - 1) / blocks, useful);
 }
 
-void launch_mla_decode(const MlaDecodeParams& params, const DecodeSplits& splits, void* workspace,
-                       Stream stream) {
-  if (params.num_tokens == 0 || params.num_requests == 0) return;
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int64_t num_rows = params.num_tokens * params.num_heads;
-  SplitOutput partial;
-  partial.num_splits = splits.num_splits;
-  if (splits.num_splits > 1) {
-    HELICORE_CHECK(workspace != nullptr, "attention.mla_decode", "workspace of ",
-                   splits.workspace_bytes, " bytes is missing");
-    partial.o = static_cast<float*>(workspace);
-    partial.stats = partial.o + splits.num_splits * num_rows * params.cache.kv_lora_rank;
-  }
+void run_portable(const MlaDecodeParams& params, const SplitOutput& partial, Stream stream) {
   const SharedLayout layout(params.cache.kv_lora_rank, static_cast<int>(params.cache.width()));
   const size_t shared_bytes = static_cast<size_t>(layout.total) * sizeof(float);
   // Tokens go to x, whose limit is 2^31 - 1; heads and splits are far below the 65,535 of y and z.
   const dim3 grid(static_cast<unsigned>(params.num_tokens),
                   static_cast<unsigned>((params.num_heads + kHeadTile - 1) / kHeadTile),
-                  static_cast<unsigned>(splits.num_splits));
+                  static_cast<unsigned>(partial.num_splits));
   dispatch_float(params.q_dtype, "q", [&](auto q) {
     dispatch_float(params.cache.dtype, "cache", [&](auto c) {
       auto* kernel = mla_decode_kernel<decltype(q), decltype(c)>;
@@ -321,24 +199,15 @@ void launch_mla_decode(const MlaDecodeParams& params, const DecodeSplits& splits
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared_bytes)),
           "shared memory for mla_decode_kernel");
-      kernel<<<grid, kDecodeThreads, shared_bytes, cuda_stream>>>(params, partial);
+      kernel<<<grid, kDecodeThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params,
+                                                                                        partial);
     });
-    helicore::cuda::check_launch("mla_decode_kernel");
-    if (splits.num_splits > 1) {
-      merge_splits_kernel<decltype(q)>
-          <<<static_cast<unsigned>(num_rows), kMergeThreads, 0, cuda_stream>>>(params, partial);
-      helicore::cuda::check_launch("merge_splits_kernel");
-    }
   });
+  helicore::cuda::check_launch("mla_decode_kernel");
 }
 
-void launch_merge_states(const MergeStatesParams& params, Stream stream) {
-  if (params.num_rows == 0) return;
-  dispatch_float(params.dtype, "o", [&](auto element) {
-    merge_states_kernel<decltype(element)><<<static_cast<unsigned>(params.num_rows), kMergeThreads,
-                                             0, static_cast<cudaStream_t>(stream)>>>(params);
-  });
-  helicore::cuda::check_launch("merge_states_kernel");
-}
+}  // namespace
+
+const DecodeKernel kPortableDecode = {"portable", supports_any, portable_splits, run_portable};
 
 }  // namespace helicore::attention::cuda

@@ -16,7 +16,7 @@ namespace {
 void launch_mla_append(const MlaAppendParams&, Stream) { refuse("mla_append"); }
 void launch_rope_rows(const RopeRowsParams&, Stream) { refuse("rope_q"); }
 void launch_merge_states(const MergeStatesParams&, Stream) { refuse("merge_states"); }
-DecodeSplits plan_decode_splits(const MlaDecodeParams&, int64_t, int32_t, int32_t) {
+DecodeSplits plan_decode_splits(const MlaDecodeParams&, int64_t, const DecodeDevice&, int32_t) {
   refuse("mla_decode");
 }
 void launch_mla_decode(const MlaDecodeParams&, const DecodeSplits&, void*, Stream) {
