@@ -37,6 +37,7 @@ def test_sigmoid_routing_equals_hugging_face(
             routed_scaling_factor=2.5,
         )
     )
+    router.requires_grad_(False)
     router.weight.data = torch.randn(experts, 48) / 7
     router.e_score_correction_bias = torch.randn(experts) * 0.1
     config = ops.RouterConfig(
@@ -76,7 +77,8 @@ def test_softmax_routing_equals_hugging_face(isa: str, method: str) -> None:
             routed_scaling_factor=16.0,
         )
     )
-    router.requires_grad_(False).weight.data = torch.randn(40, 32) / 5
+    router.requires_grad_(False)
+    router.weight.data = torch.randn(40, 32) / 5
     config = ops.RouterConfig(
         num_experts=40,
         top_k=6,
