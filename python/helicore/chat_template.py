@@ -77,6 +77,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{name} does not parse: line {error.lineno}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{name} does not parse: it is nested too deeply") from error
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt text of one conversation; ValueError with the template's words on failure."""
@@ -88,6 +90,7 @@ class ChatTemplate:
             AttributeError,
             KeyError,
             ArithmeticError,
+            RecursionError,
         ) as error:
             raise ValueError(f"{self._name} refused these messages: {error}") from error
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from helicore._core import NotSupportedError
+from helicore.sampling_params import describe
 
 _INT32_MAX = 2**31 - 1
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -85,7 +86,9 @@ def _allowed(kinds: tuple[type, ...], limits: Mapping[str, Any]) -> str:
 
 
 def _number_fits(value: float, limits: Mapping[str, Any]) -> bool:
-    if not math.isfinite(value) or ("above" in limits and value <= limits["above"]):
+    if (isinstance(value, float) and not math.isfinite(value)) or (
+        "above" in limits and value <= limits["above"]
+    ):
         return False
     high = limits.get("maximum", _INT32_MAX if isinstance(value, int) else math.inf)
     return bool(limits.get("minimum", 0) <= value <= high)
@@ -126,7 +129,8 @@ def _parse(text: str, kinds: tuple[type, ...]) -> object:
 def _from_environment(config: Any, field: dataclasses.Field[Any]) -> None:
     """Replaces a value that was left at its default by the environment's, where one is set."""
     env = field.metadata["env"]
-    if env is None or getattr(config, field.name) != field.default:
+    value = getattr(config, field.name)
+    if env is None or type(value) is not type(field.default) or value != field.default:
         return
     text = os.environ.get(env)
     if text is not None:
@@ -141,7 +145,7 @@ def _validate(config: Any) -> None:
         kinds = _value_types(type(config), field.name)
         if not _fits(value, kinds, limits):
             allowed = _allowed(kinds, limits)
-            raise FieldError(field.name, f"{field.name} must be {allowed}, got {value!r}")
+            raise FieldError(field.name, f"{field.name} must be {allowed}, got {describe(value)}")
         if value in limits.get("unserved", ()):
             raise NotSupportedError(f"{field.name}={value!r} is not served by this version")
 

@@ -158,7 +158,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates from each prompt; outputs come in the order of the prompts.
 
@@ -166,7 +166,7 @@ class LLM:
           may have "cache_salt": only prompts of equal salt share cached pages.
         sampling_params: one for all, one per prompt, or None for the model's own defaults.
         use_tqdm: show progress and tokens/s on standard error.
-        priority: one integer per prompt; smaller runs first.
+        priority: an integer for all, or one per prompt; smaller runs first.
         Raises ValueError naming prompt and field; nothing has run then.
         """
         runner = self._open_runner()
@@ -191,6 +191,7 @@ class LLM:
         chat_template: Jinja text, or the name of one of the checkpoint's templates.
         """
         runner = self._open_runner()
+        _check_template_kwargs(chat_template_kwargs)
         prompts = self._render(
             messages,
             chat_template=chat_template,
@@ -292,7 +293,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
     ) -> list[PreparedRequest]:
         count = len(as_list(prompts)[0])
         return prepare(
@@ -314,15 +315,48 @@ class LLM:
             except ValueError as error:
                 place = f"messages[{position}]: " if nested else ""
                 raise ValueError(f"{place}{error}") from error
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            try:
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            except ValueError as error:
+                place = f"messages[{position}]" if nested else "messages"
+                raise ValueError(f"{place}: {error}") from error
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
 
 def resolve_tokenizer(name: str | os.PathLike[str]) -> Path:
     """The folder of a tokenizer: any folder, or what `resolve_model` finds."""
-    path = Path(name).expanduser()
-    return path if path.is_dir() else resolve_model(name)
+    if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str):
+        raise ValueError(f"tokenizer must be a folder or a name, got {describe(name)}")
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+        return resolve_model(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"tokenizer: {error!s:.400}") from error
+
+
+_RESERVED = frozenset(
+    {
+        *("self", "messages", "conversation", "chat_template", "tools"),
+        *("add_generation_prompt", "continue_final_message"),
+    }
+)
+
+
+def _check_template_kwargs(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(
+            f"chat_template_kwargs must be a mapping with names as keys, got {describe(value)}"
+        )
+    if reserved := sorted(_RESERVED & value.keys()):
+        raise ValueError(
+            f"chat_template_kwargs must not have {', '.join(reserved)}: chat() sets these itself"
+        )
 
 
 def _instance(field: str, value: Any, kind: type[Any]) -> Any:

@@ -32,9 +32,18 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     Raises FileNotFoundError, for a hub name with the command that downloads it; ValueError for
     what is not a name.
     """
-    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+    if not isinstance(name, str) or not name:
         raise ValueError(f"model must be a folder or a name, got {describe(model)}")
-    name = os.fspath(model)
+    try:
+        return _resolve(model, name)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"model: {describe(name)} cannot be looked up: {error!s:.80}") from error
+
+
+def _resolve(model: str | os.PathLike[str], name: str) -> Path:
     if isinstance(model, str) and "/" not in name and (_ASSETS / name / "config.json").is_file():
         return _ASSETS / name
     path = Path(name).expanduser()

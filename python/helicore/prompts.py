@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from helicore.sampling_params import SamplingParams, describe
+from helicore.sampling_params import SamplingParams, describe, is_boolean
 from helicore.tokenizer import Tokenizer
 
 
@@ -57,7 +57,7 @@ def prepare(
     params: Sequence[SamplingParams],
     *,
     tokenizer: Tokenizer | None,
-    priority: Sequence[int] | None = None,
+    priority: int | Sequence[int] | None = None,
 ) -> list[PreparedRequest]:
     """Checks and tokenizes all prompts. `params` has one entry per prompt."""
     items, single = as_list(prompts)
@@ -116,8 +116,7 @@ def _parse(item: object, where: str) -> _Parsed:
     if unknown:
         raise ValueError(f"{where} must have keys from {sorted(_KEYS)}, got {unknown}")
     text, ids, salt = item.get("prompt"), item.get("prompt_token_ids"), item.get("cache_salt")
-    if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, int))):
-        raise ValueError(f"{where}.cache_salt must be a string or an integer, got {describe(salt)}")
+    _check_salt(salt, f"{where}.cache_salt")
     if ids is not None:
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{where}.prompt must be a string, got {describe(text)}")
@@ -125,6 +124,23 @@ def _parse(item: object, where: str) -> _Parsed:
     if text is None:
         raise ValueError(f"{where} must have 'prompt' or 'prompt_token_ids', got {describe(item)}")
     return _Parsed(_check_text(text, f"{where}.prompt"), [], salt)
+
+
+def _check_salt(salt: object, where: str) -> None:
+    if salt is None:
+        return
+    if is_boolean(salt) or not isinstance(salt, (str, int)):
+        raise ValueError(f"{where} must be a string or an integer, got {describe(salt)}")
+    if isinstance(salt, int) and not -(2**63) <= salt < 2**63:
+        raise ValueError(f"{where} must be a 64-bit integer, got {describe(salt)}")
+    if isinstance(salt, str):
+        _check_unicode(salt, where)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    # Lone surrogates have no UTF-8.
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError(f"{where} holds a lone surrogate, which is not valid text")
 
 
 def _check_text(text: object, where: str) -> str:
@@ -135,6 +151,7 @@ def _check_text(text: object, where: str) -> str:
             f"{where} must not be empty; to start from nothing, give the begin-of-sequence id in "
             "'prompt_token_ids'"
         )
+    _check_unicode(text, where)
     return text
 
 
@@ -169,12 +186,20 @@ def _tokenize(
         entry.token_ids = row
 
 
-def _check_priority(priority: Sequence[int] | None, count: int) -> list[int]:
+def _check_priority(priority: int | Sequence[int] | None, count: int) -> list[int]:
     if priority is None:
         return [0] * count
+    if isinstance(priority, int) and not isinstance(priority, bool):
+        priority = [priority] * count
+    if not isinstance(priority, Sequence) or isinstance(priority, (str, bytes)):
+        raise ValueError(
+            f"priority must be an integer or a list of integers, got {describe(priority)}"
+        )
     if len(priority) != count:
         raise ValueError(f"priority must have one entry per prompt ({count}), got {len(priority)}")
     for position, value in enumerate(priority):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"priority[{position}] must be an integer, got {describe(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
+            raise ValueError(
+                f"priority[{position}] must be a 32-bit integer, got {describe(value)}"
+            )
     return list(priority)

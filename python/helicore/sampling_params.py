@@ -8,6 +8,7 @@ the model (vocabulary, context length) happen when a request is added: see `chec
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,17 @@ MAX_N = 4096
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_LOGIT_BIAS = 100.0
+MIN_NORMAL = 2.0**-126
+"""The smallest normal number of float32, in which kernels compute."""
 
 
 def describe(value: object) -> str:
     """A value as error messages show it: its repr, shortened, and its type unless it is plain."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an integer too long to print, or an object whose repr is broken
+        big = isinstance(value, int)
+        return f"an integer of {value.bit_length()} bits" if big else f"a {type(value).__name__}"  # type: ignore[attr-defined]
     if len(text) > 80:
         text = text[:77] + "..."
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -28,20 +35,33 @@ def describe(value: object) -> str:
     return f"{text} ({type(value).__name__})"
 
 
+def is_boolean(value: object) -> bool:
+    """Of Python, numpy or torch: an integer to them, never to a user."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def _integer(field: str, value: object, low: int, high: int, note: str = "") -> int:
-    # bool is an int to Python, never to a user; numpy integers are welcome.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{field} must be an integer, got {describe(value)}")
-    number = value.__index__()
-    if not isinstance(number, int) or not low <= number <= high:
+    # numpy integers are welcome.
+    try:
+        if is_boolean(value):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{field} must be an integer, got {describe(value)}") from None
+    if not low <= number <= high:
         raise ValueError(f"{field} must be in [{low}, {high}]{note}, got {describe(value)}")
     return number
 
 
 def _number(field: str, value: object, allowed: str) -> float:
-    if isinstance(value, bool) or not (hasattr(value, "__float__") and not isinstance(value, str)):
-        raise ValueError(f"{field} must be a number ({allowed}), got {describe(value)}")
-    number = float(value)
+    try:
+        if is_boolean(value) or isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # of arrays and tensors with several numbers
+        raise ValueError(f"{field} must be a number ({allowed}), got {describe(value)}") from None
     if not math.isfinite(number):
         raise ValueError(f"{field} must be finite ({allowed}), got {describe(value)}")
     return number
@@ -52,6 +72,11 @@ def _ranged(field: str, value: object, low: float, high: float, *, open_low: boo
     number = _number(field, value, allowed)
     if number > high or number < low or (open_low and number == low):
         raise ValueError(f"{field} must be in {allowed}, got {describe(value)}")
+    if open_low and number < low + MIN_NORMAL:
+        raise ValueError(
+            f"{field} must be at least {low + MIN_NORMAL:g} (less is zero in float32), "
+            f"got {describe(value)}"
+        )
     return number
 
 

@@ -25,7 +25,7 @@ _TOOL_TEMPLATE = "tool_use"
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable JSON file: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {describe(value)}")
@@ -176,7 +176,12 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence. Ids beyond the vocabulary give no text."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError):
+            raise ValueError(
+                f"token_ids must be integers in [0, 2**32 - 1], got {describe(token_ids)}"
+            ) from None
 
     def _decode_token(self, token_id: int) -> str:
         return self._backend.decode([token_id], skip_special_tokens=False)
@@ -232,6 +237,10 @@ class Tokenizer:
                 "continue_final_message must be False when add_generation_prompt is True, "
                 "got both True"
             )
+        if tools is not None and (
+            not isinstance(tools, Sequence) or isinstance(tools, (str, bytes))
+        ):
+            raise ValueError(f"tools must be a list of descriptions, got {describe(tools)}")
         template = self._compile(self.chat_template_source(chat_template, tools=tools))
         text = template.render(
             checked,

@@ -59,6 +59,8 @@ def generate(
 
     `helicore generate --model tiny --prompt "def f(" --max-tokens 32 --temperature 0 --json`
     """
+    if logprobs is not None and not json:
+        raise ValueError("--logprobs needs --json: text has no place for log-probabilities")
     sampling = options.Sampling(
         n=n,
         max_tokens=max_tokens,

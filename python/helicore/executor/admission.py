@@ -12,7 +12,7 @@ from helicore.config import FieldError
 from helicore.executor.detokenizer import Detokenizer
 from helicore.executor.sequence import Request
 from helicore.kv import ReuseScope
-from helicore.sampling_params import SamplingParams
+from helicore.sampling_params import SamplingParams, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,16 @@ def check_prompt(prompt: Sequence[int] | NDArray[np.int32], limits: ModelLimits)
         raise FieldError(name, f"{name} must be a sequence of token ids, got text")
     try:
         array = np.array(prompt)
+        if not isinstance(prompt, np.ndarray) and {bool, np.bool_} & set(map(type, prompt)):
+            array = np.array(None)  # numpy takes [True, 2] for integers
     except (TypeError, ValueError, OverflowError):
         array = np.array(None)
     if array.ndim == 1 and array.size == 0:
         raise FieldError(name, f"{name} must hold at least one token id, got an empty prompt")
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise FieldError(name, f"{name} must be a flat sequence of integers, got {prompt!r:.80}")
+        raise FieldError(
+            name, f"{name} must be a flat sequence of integers, got {describe(prompt)}"
+        )
     if len(array) >= limits.max_model_len:
         raise FieldError(
             name,
@@ -70,11 +74,13 @@ def make_request(
 ) -> Request:
     """A checked Request without sequences."""
     if not isinstance(request_id, str) or not request_id:
-        raise FieldError("request_id", f"request_id must be a non-empty string, got {request_id!r}")
+        raise FieldError(
+            "request_id", f"request_id must be a non-empty string, got {describe(request_id)}"
+        )
     if not isinstance(params, SamplingParams):
         raise FieldError("params", f"params must be SamplingParams, got {type(params).__name__}")
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**31:
-        raise FieldError("priority", f"priority must be a 32-bit integer, got {priority!r}")
+        raise FieldError("priority", f"priority must be a 32-bit integer, got {describe(priority)}")
     if scope is not None and not isinstance(scope, ReuseScope):
         raise FieldError("reuse_scope", f"reuse_scope must be a ReuseScope or None, got {scope!r}")
     tokens = check_prompt(prompt, limits)

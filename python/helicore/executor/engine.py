@@ -23,7 +23,7 @@ from helicore.executor.detokenizer import Detokenizer
 from helicore.executor.interrupts import INTERRUPTS, ProcessCheck, StateChange
 from helicore.executor.kv_pool import KVPool
 from helicore.executor.lanes import Lanes
-from helicore.executor.pool_shape import PoolShape
+from helicore.executor.pool_shape import PoolShape, host_bytes
 from helicore.executor.postprocess import PostProcessor
 from helicore.executor.runner import Runner
 from helicore.executor.sampler import Sampled, Sampler
@@ -55,6 +55,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, model: CausalLM | None = None) -> None:
         """Loads the model (unless one is given) and takes the memory of the KV cache."""
+        host_bytes(config.kv_cache.host_gb)  # before a model is loaded in vain
         _set_threads(config.num_threads)
         self.config = config
         model = load(config) if model is None else model
@@ -149,7 +150,9 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its last updates come with the next step. Unknown ids are ignored."""
-        if request_id not in self._requests or self._change.failed:
+        if not isinstance(request_id, str) or request_id not in self._requests:
+            return
+        if self._change.failed:
             return
         if self._is_stepping or self._change.is_open:
             # The garbage collector may drop a stream anywhere, in the middle of a step as well.
@@ -327,7 +330,9 @@ def _derived_seed(base: int, index: int) -> int:
 def load(config: EngineConfig) -> CausalLM:
     """The model that `config` names."""
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return load_model(resolve_model(config.model), dtype=dtype, device="cpu")
+    return load_model(
+        resolve_model(config.model), dtype=dtype, device="cpu", max_model_len=config.max_model_len
+    )
 
 
 def _set_threads(num_threads: int | None) -> None:

@@ -75,10 +75,20 @@ def cache_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 def host_bytes(host_gb: float | None) -> int:
-    """Bytes of the hot tier on a CPU: as set, else a quarter of the machine's memory."""
-    if host_gb is not None:
-        return int(host_gb * _GIB)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    """Bytes of the hot tier on a CPU: as set, else a quarter of the machine's memory.
+
+    FieldError when the machine has less memory than that.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if host_gb is None:
+        return memory // 4
+    if host_gb * _GIB > memory:
+        raise FieldError(
+            "host_gb",
+            f"host_gb must be at most the machine's memory of {memory / _GIB:.1f} GiB, "
+            f"got {host_gb:g}",
+        )
+    return int(host_gb * _GIB)
 
 
 def model_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> tuple[int, str]:

@@ -111,6 +111,8 @@ class ModelConfig:
     latent_norm_eps: float = _LATENT_NORM_EPS
     """Of the norms inside attention: the architecture fixes it, the file does not say it."""
     max_position_embeddings: int
+    num_nextn_predict_layers: int = 0
+    """Layers of the checkpoint after the model's own; they predict further tokens, unused here."""
     tie_word_embeddings: bool
     attention_bias: bool
     rope: RopeConfig
@@ -182,6 +184,7 @@ class ModelConfig:
             v_head_dim=f.integer("v_head_dim", low=4, multiple=4),
             rms_norm_eps=f.number("rms_norm_eps", default=1e-6, above=0.0),
             max_position_embeddings=max_positions,
+            num_nextn_predict_layers=f.integer("num_nextn_predict_layers", default=0, low=0),
             tie_word_embeddings=f.boolean("tie_word_embeddings", default=False),
             attention_bias=f.boolean("attention_bias", default=False),
             rope=_rope(f, max_positions, family),
@@ -206,7 +209,7 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
         raise ValueError(f"{path} is not UTF-8 text: {e}") from None
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not valid JSON: {e}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")

@@ -77,15 +77,19 @@ class DeepseekModel(WeightModule, CausalLM):
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         progress: Progress | None = None,
+        *,
+        num_positions: int | None = None,
     ) -> None:
         """Takes every weight of the checkpoint; ValueError for one that is missing or misshapen,
-        or unexpected."""
+        or unexpected. num_positions: of those the config allows, how many are ever used."""
         super().__init__(config)
         report = progress or (lambda done, total: None)
         parts = config.num_hidden_layers + 1
         w = WeightReader(checkpoint, dtype)
         rope = rope_of(config)
-        self.register_buffer("cos_sin", rope.cos_sin(config.max_position_embeddings))
+        self.register_buffer(
+            "cos_sin", rope.cos_sin(num_positions or config.max_position_embeddings)
+        )
         self._load_ends(w)
         report(1, parts)
         self.layers = nn.ModuleList()

@@ -7,12 +7,15 @@ from helicore.models.deepseek import DeepseekModel
 class DeepseekV3(DeepseekModel):
     """Checkpoints of `model_type` deepseek_v3 and kimi_k2.
 
-    Layers past `num_hidden_layers` predict further tokens; they are no part of the model.
+    The `num_nextn_predict_layers` after the model's own predict further tokens; they are no part of
+    it.
     """
 
     @classmethod
     def ignores(cls, config: ModelConfig, name: str) -> bool:
         parts = name.split(".")
         if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit():
-            return int(parts[2]) >= config.num_hidden_layers or super().ignores(config, name)
+            further = int(parts[2]) - config.num_hidden_layers
+            if 0 <= further < config.num_nextn_predict_layers:
+                return True
         return super().ignores(config, name)

@@ -1,5 +1,6 @@
 """From a checkpoint folder to a model that is ready to run."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Loads a Hugging Face checkpoint folder.
@@ -33,6 +35,7 @@ def load_model(
         path: folder with config.json and safetensors weights.
         dtype: bfloat16 or float32; None takes the checkpoint's (float32 where that is float16).
         device: "cpu".
+        max_model_len: positions that are ever used; None is the checkpoint's number.
         progress: called with (parts loaded, all parts) after each part.
 
     Raises:
@@ -46,5 +49,22 @@ def load_model(
     config = ModelConfig.from_dir(path)
     if dtype is None:
         dtype = config.dtype if config.dtype in _COMPUTE_DTYPES else torch.float32
-    model = FAMILIES[config.family](config, Checkpoint(Path(path)), dtype, progress)
+    num_positions = config.max_position_embeddings
+    if max_model_len is not None:
+        num_positions = min(num_positions, max_model_len)
+    _check_positions(config, num_positions)
+    family = FAMILIES[config.family]
+    model = family(config, Checkpoint(Path(path)), dtype, progress, num_positions=num_positions)
     return model.eval()
+
+
+def _check_positions(config: ModelConfig, num_positions: int) -> None:
+    """Before anything is allocated: the table of cosines and sines must be small in memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = memory // 8 // (4 * config.qk_rope_head_dim)
+    if num_positions > most:
+        raise ValueError(
+            f"config.json: max_position_embeddings must be at most {most} on a machine with "
+            f"{memory >> 30} GiB of memory, got {config.max_position_embeddings}; "
+            "set max_model_len to use fewer positions"
+        )
