@@ -77,6 +77,8 @@ class KVCacheManager {
   // counts[i] tokens for caches[i], concatenated in `tokens`; empty `counts` means one each.
   void commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
                    std::span<const int32_t> counts);
+  // caches[i]->truncate(num_tokens[i]); a throw means that nothing was done.
+  void truncate_many(std::span<KVCache* const> caches, std::span<const int32_t> num_tokens);
   void resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
                    std::span<uint8_t> results);
 

@@ -175,12 +175,16 @@ int64_t RadixTree::evict_until_free(PoolGroupId group, int32_t num_free) {
     const PageId victim = store_.queue(group).front();
     HELICORE_ASSERT(victim != kNoPage, "kv.radix_tree", "nothing left to evict in pool group ",
                     group);
-    NodeId node = store_.page(victim).node;
-    // Below an evictable node everything is evictable and older, so the front is a leaf; walk down
-    // all the same.
-    while (nodes_[node.value()].child_root != kNoNode) node = nodes_[node.value()].child_root;
-    remove_leaf(node);
-    ++removed;
+    const NodeId node = store_.page(victim).node;
+    // Below an evictable node everything is evictable and older, so the front is a leaf, except
+    // where forks held blocks that they had not committed: then the whole subtree goes.
+    NodeId leaf = kNoNode;
+    do {
+      leaf = node;
+      while (nodes_[leaf.value()].child_root != kNoNode) leaf = nodes_[leaf.value()].child_root;
+      remove_leaf(leaf);
+      ++removed;
+    } while (leaf != node);
   }
   return removed;
 }
@@ -302,7 +306,9 @@ void RadixTree::remove_leaf(NodeId id) {
   HELICORE_ASSERT(nodes_[id.value()].child_root == kNoNode && nodes_[id.value()].num_pins == 0,
                   "kv.radix_tree", "node ", id, " is still in use");
   unlink_child(id);
-  for (PageId page : pages(id)) store_.detach(page);
+  for (PageId page : pages(id)) {
+    if (store_.page(page).node == id) store_.detach(page);  // else a longer block shows it now
+  }
   free_node(id);
   --num_nodes_;
   if (nodes_[parent.value()].parent == kNoNode) erase_root_if_unused(parent);

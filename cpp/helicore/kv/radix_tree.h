@@ -61,6 +61,11 @@ class RadixTree {
   int32_t match(NodeId root, std::span<const TokenId> tokens, bool partial,
                 std::vector<NodeId>* path) const;
 
+  // The child of `parent` with exactly these tokens; kNoNode when there is none.
+  [[nodiscard]] NodeId find_child(NodeId parent, std::span<const TokenId> tokens) const noexcept {
+    return search(parent, tokens).exact;
+  }
+
   // Makes room for `count` more nodes; the only step of insert() that can fail.
   void reserve_nodes(size_t count);
   // Shows `pages` (one per life cycle, private) as the block of `tokens` below `parent`. A shorter
@@ -74,6 +79,7 @@ class RadixTree {
   void unpin(NodeId node);
 
   // Drops pages in eviction order, suffix before prefix, until the group has `num_free` free slots.
+  // What a fork still holds below a dropped block leaves the tree with it and stays the fork's.
   // Needs counts(group).available() >= num_free. Returns the number of nodes removed.
   int64_t evict_until_free(PoolGroupId group, int32_t num_free);
   // Drops everything that nobody holds.

@@ -450,6 +450,8 @@ class KVCacheStats:
     @property
     def committed_blocks(self) -> int: ...
     @property
+    def copied_blocks(self) -> int: ...
+    @property
     def evicted_blocks(self) -> int: ...
     @property
     def failed_resizes(self) -> int: ...
@@ -463,6 +465,8 @@ class KVCacheStats:
     def lookup_tokens(self) -> int: ...
     @property
     def missed_blocks(self) -> int: ...
+    @property
+    def num_forks(self) -> int: ...
     @property
     def num_lookups(self) -> int: ...
     @property
@@ -497,6 +501,8 @@ class KVCache:
         is_end: bool = False,
     ) -> None:
         """Declare the next tokens final; full blocks become reusable. Page tables may change."""
+    def fork(self, id: int | None = None) -> KVCache:
+        """A SUSPENDED twin that shares every block before history_length; takes no page. Call resize() or resume() before writing rows: it copies what others share, or returns False when there is no room."""
     def get_aggregated_page_indices(
         self, group: int, beam: int = 0, valid_only: bool = False
     ) -> list[int]:
@@ -521,6 +527,8 @@ class KVCache:
         """Publish the committed part of the last block; nothing may be committed afterwards."""
     def suspend(self) -> None:
         """Unlock the pages but keep them; page tables read BAD_PAGE_INDEX."""
+    def truncate(self, num_tokens: int) -> None:
+        """Rewind capacity and history to num_tokens, in [num_committed_tokens, capacity]; blocks past the end go at once. Needs no page."""
     @property
     def beam_width(self) -> int: ...
     @property
@@ -644,6 +652,14 @@ class KVCacheManager:
         """resume() for several caches: one bool per cache, in order."""
     def shutdown(self) -> None:
         """Refuse further use. Raises ResourceBusyError while caches are open."""
+    def truncate_many(
+        self,
+        caches: collections.abc.Sequence[KVCache],
+        num_tokens: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+    ) -> None:
+        """truncate() for a whole step, one length per cache. A throw changes nothing."""
     @property
     def init_config(self) -> KVCacheManagerConfig: ...
     @property

@@ -23,6 +23,7 @@ struct Setup {
   double max_util = 1.0;
   bool with_draft = false;
   ModelFault fault = ModelFault::kNone;
+  bool with_forks = false;
   bool careless_engine = false;  // writes a token that the page table does not give it
 };
 
@@ -76,7 +77,8 @@ class Runner {
   struct Pair {
     std::unique_ptr<KVCache> real;
     ModelCache model;
-    Tokens plan;  // what this sequence will commit
+    Tokens plan;     // what this sequence will commit
+    int frozen = 0;  // rows below were written before a fork: they hold the plan's tokens
   };
 
   int below(int bound) { return std::uniform_int_distribution<int>(0, bound - 1)(random_); }
@@ -113,7 +115,9 @@ class Runner {
     if (operation < 21) return clear();
     if (operation < 27) return batch();
     const auto at = static_cast<size_t>(below(static_cast<int>(pairs_.size())));
+    if (setup_.with_forks && operation < 34) return operation < 31 ? fork(at) : truncate_all();
     Pair& pair = pairs_[at];
+    if (operation < 45 && below(4) == 0) return truncate(pair, random_length(pair));
     if (operation < 37) return close(at);
     if (operation < 40) return stop(pair);
     if (!pair.model.active) return resume(pair);
@@ -199,6 +203,63 @@ class Runner {
     return {capacity, below(4) == 0 ? history + below(capacity - history + 1) : history};
   }
 
+  int random_length(const Pair& pair) {
+    const auto committed = static_cast<int>(pair.model.committed.size());
+    return committed + below(pair.model.capacity - committed + 1);
+  }
+
+  void after_truncate(Pair& pair, int length) {
+    model_.truncate(pair.model, length);
+    // What was rejected is replaced by something else.
+    if (static_cast<int>(pair.plan.size()) > length) pair.plan.resize(static_cast<size_t>(length));
+    pair.frozen = std::min(pair.frozen, length);
+    expect_equal("capacity after truncate", pair.real->capacity(), pair.model.capacity);
+    expect_equal("blocks after truncate", pair.real->num_blocks(), pair.model.blocks.size());
+    verify(pair);
+  }
+
+  void truncate(Pair& pair, int length) {
+    pair.real->truncate(length);
+    after_truncate(pair, length);
+  }
+
+  void truncate_all() {
+    std::vector<KVCache*> caches;
+    std::vector<int32_t> lengths;
+    for (Pair& pair : pairs_) {
+      caches.push_back(pair.real.get());
+      lengths.push_back(random_length(pair));
+    }
+    manager_.truncate_many(caches, lengths);
+    for (size_t i = 0; i < pairs_.size(); ++i) after_truncate(pairs_[i], lengths[i]);
+  }
+
+  void extend_plan(Pair& pair, size_t length) {
+    while (pair.plan.size() < length) pair.plan.push_back(below(3));
+  }
+
+  void fork(size_t at) {
+    if (pairs_.size() >= 8) return;
+    Pair& parent = pairs_[at];
+    const auto history = static_cast<size_t>(parent.model.history);
+    const size_t written =
+        std::max(parent.model.committed.size(), static_cast<size_t>(parent.frozen));
+    extend_plan(parent, history);
+    if (written < history) {
+      if (!parent.model.active) return;
+      engine_.write(*parent.real, std::span(parent.plan).first(history), written);
+    }
+    Pair child;
+    child.real = parent.real->fork();
+    child.model = model_.fork(parent.model);
+    child.plan.assign(parent.plan.begin(),
+                      parent.plan.begin() + static_cast<std::ptrdiff_t>(history));
+    if (below(2) == 0) child.plan = parent.plan;
+    if (!parent.model.needs_copy) parent.frozen = child.frozen = static_cast<int>(history);
+    verify(child);
+    pairs_.push_back(std::move(child));
+  }
+
   void after_resize(Pair& pair, int old_blocks, bool resized) {
     if (resized && pair.real->num_blocks() > old_blocks) engine_.poison(*pair.real, old_blocks);
     expect_equal("capacity", pair.real->capacity(), pair.model.capacity);
@@ -216,15 +277,19 @@ class Runner {
   // The next tokens of the plan that fit into the capacity, written by the engine.
   Tokens next_tokens(Pair& pair) {
     const size_t done = pair.model.committed.size();
-    while (pair.plan.size() < done + 12) pair.plan.push_back(below(3));
-    const int room = pair.model.capacity - static_cast<int>(done);
+    extend_plan(pair, done + 12);
+    // Rows that are shared with a fork may be committed, not written.
+    const int end = pair.model.may_share && model_.shares_next_rows(pair.model)
+                        ? pair.model.history
+                        : pair.model.capacity;
+    const int room = end - static_cast<int>(done);
     const auto count = static_cast<std::ptrdiff_t>(below(std::min(room, 10) + 1));
     const auto begin = pair.plan.begin() + static_cast<std::ptrdiff_t>(done);
     Tokens tokens(begin, begin + count);
     Tokens whole = pair.model.committed;
     // A plan that left the matched prefix goes on from what is committed.
     whole.insert(whole.end(), tokens.begin(), tokens.end());
-    engine_.write(*pair.real, whole, done);
+    engine_.write(*pair.real, whole, std::max(done, static_cast<size_t>(pair.frozen)));
     if (setup_.careless_engine && done > 0) engine_.row(*pair.real, 0, 0)[0] ^= std::byte{1};
     return tokens;
   }
@@ -330,6 +395,7 @@ TEST_P(Property, random_operations_agree_with_the_naive_model_and_the_data_survi
     EXPECT_GT(stats.hit_tokens, 0u);
     EXPECT_GT(stats.evicted_blocks, 0u) << "the run never filled the pool";
     EXPECT_GT(stats.rebased_blocks, 0u) << "the run never committed a twin";
+    EXPECT_EQ(stats.num_forks > 100, GetParam().with_forks);
   }
 }
 
@@ -340,7 +406,17 @@ INSTANTIATE_TEST_SUITE_P(
                       Setup{.name = "one_token_blocks", .tokens_per_block = 1, .num_blocks = 40},
                       Setup{.name = "whole_blocks_only", .partial = false},
                       Setup{.name = "backoff_and_gate", .backoff = 3, .max_util = 0.8},
-                      Setup{.name = "target_and_draft", .with_draft = true}),
+                      Setup{.name = "target_and_draft", .with_draft = true},
+                      Setup{.name = "forks", .num_blocks = 40, .with_forks = true},
+                      Setup{.name = "forks_in_a_tight_pool", .num_blocks = 13, .with_forks = true},
+                      Setup{.name = "forks_of_one_token_blocks",
+                            .tokens_per_block = 1,
+                            .num_blocks = 40,
+                            .with_forks = true},
+                      Setup{.name = "forks_of_target_and_draft",
+                            .partial = false,
+                            .with_draft = true,
+                            .with_forks = true}),
     [](const auto& info) { return std::string(info.param.name); });
 
 class PropertyControl : public ::testing::TestWithParam<Setup> {};
@@ -356,6 +432,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Setup{.name = "ignores_priority", .fault = ModelFault::kIgnorePriority},
                       Setup{.name = "mixes_scopes", .fault = ModelFault::kMixScopes},
                       Setup{.name = "forgets_partial_blocks", .fault = ModelFault::kForgetPartial},
+                      Setup{.name = "forks_copy_nothing",
+                            .fault = ModelFault::kForkCopiesNothing,
+                            .with_forks = true},
                       Setup{.name = "engine_writes_shared_rows", .careless_engine = true}),
     [](const auto& info) { return std::string(info.param.name); });
 
