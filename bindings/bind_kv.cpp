@@ -18,6 +18,7 @@ using namespace nb::literals;
 namespace helicore::bindings {
 
 void bind_kv_config(nb::module_& m);
+void bind_kv_events(nb::module_& m);
 void bind_kv_layout(nb::module_& m);
 void bind_kv_store(nb::module_& m);
 
@@ -307,6 +308,20 @@ void bind_manager(nb::module_& m) {
            "One entry per pool group: total, free and evictable slots.")
       .def("get_stats", &M::stats, ReleaseGil())
       .def(
+          "drain_events",
+          [](M& self, std::optional<size_t> max_events) {
+            const nb::gil_scoped_release release;
+            return self.drain_events(max_events.value_or(SIZE_MAX));
+          },
+          "max_events"_a = nb::none(),
+          "The oldest recorded changes of the tree of reusable blocks; they leave the buffer "
+          "(config.event_buffer_size). When it overflows the oldest are dropped: see "
+          "num_dropped_events and snapshot_events.")
+      .def("snapshot_events", &M::snapshot_events, ReleaseGil(),
+           "CREATED and STORED events that make the tree as it is, parents first, all with the id "
+           "that the next event will have; empties the buffer.")
+      .def_prop_ro("num_dropped_events", &M::num_dropped_events)
+      .def(
           "get_chain_keys",
           [](const M& self, const Int32Arg& tokens, const ScopeArg& scope) {
             return to_bytes(
@@ -334,6 +349,7 @@ void bind_kv(nb::module_& m) {
   m.attr("PRIORITY_DEFAULT") = kPriorityDefault;
   bind_kv_config(m);
   bind_kv_layout(m);
+  bind_kv_events(m);
   bind_errors(m);
   bind_cache(m);
   bind_manager(m);

@@ -44,8 +44,8 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   tail_node_ = root;
   for (int32_t b = 0; b < num_blocks; ++b) {
     const NodeId node = path[static_cast<size_t>(b)];
+    state.tree.hold(node, priority_);
     for (PageId id : state.tree.pages(node)) {
-      state.store.hold(id, priority_);
       pages_.push_back(state.store.pages().handle(id));
     }
     if ((b + 1) * tokens_per_block_ <= matched) tail_node_ = node;
@@ -305,9 +305,9 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
   if (result.outcome == InsertOutcome::kExisting) {
     const std::span<const PageId> shown = state.tree.pages(result.node);
     const bool is_rebase = shown[0] != own[0].id;  // else a fork showed the page that we share
+    state.tree.hold(result.node, priority_);
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       const PageHandle adopted = state.store.pages().handle(shown[lc]);
-      state.store.hold(adopted.id, priority_);
       state.store.lock(adopted);
       state.store.unlock(own[lc]);
       state.store.unhold(own[lc]);

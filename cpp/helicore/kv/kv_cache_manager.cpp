@@ -344,6 +344,23 @@ KVCacheStats KVCacheManager::stats() const {
   return state_->stats;
 }
 
+std::vector<KVEvent> KVCacheManager::drain_events(size_t max_events) {
+  const std::unique_lock lock(state_->mutex);
+  return state_->events.drain(max_events);
+}
+
+std::vector<KVEvent> KVCacheManager::snapshot_events() {
+  const std::unique_lock lock(state_->mutex);
+  std::vector<KVEvent> events = state_->tree.snapshot();
+  state_->events.clear();
+  return events;
+}
+
+uint64_t KVCacheManager::num_dropped_events() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->events.num_dropped();
+}
+
 size_t KVCacheManager::num_open_caches() const {
   const std::shared_lock lock(state_->mutex);
   return state_->caches.size();

@@ -41,6 +41,7 @@ struct ManagerState {
   // Guards everything below: exclusive for changes, shared for probes and statistics.
   mutable std::shared_mutex mutex;
   PageStore store;
+  EventLog events;
   RadixTree tree;
   KVCacheStats stats;
   std::vector<KVCache*> caches;  // the open ones; not owned

@@ -7,6 +7,7 @@
 
 #include "helicore/kv/introspection.h"
 #include "helicore/kv/kv_cache_manager.h"
+#include "kv/event_listener.h"
 #include "kv/fake_engine.h"
 #include "kv/kv_configs.h"
 #include "kv/naive_model.h"
@@ -24,7 +25,9 @@ struct Setup {
   bool with_draft = false;
   ModelFault fault = ModelFault::kNone;
   bool with_forks = false;
-  bool careless_engine = false;  // writes a token that the page table does not give it
+  int32_t event_buffer_size = 0;  // with it a listener rebuilds the tree
+  int lost_removals = 0;          // the listener misses every n-th removal
+  bool careless_engine = false;   // writes a token that the page table does not give it
 };
 
 KVCacheManagerConfig config_of(const Setup& setup) {
@@ -32,6 +35,7 @@ KVCacheManagerConfig config_of(const Setup& setup) {
   config.enable_partial_reuse = setup.partial;
   config.reuse_match_backoff = setup.backoff;
   config.max_util_for_resume = setup.max_util;
+  config.event_buffer_size = setup.event_buffer_size;
   if (setup.with_draft) {
     const int64_t bytes = 512LL * setup.tokens_per_block;
     config.layers.push_back(AttentionLayerConfig{.layer_id = 7,
@@ -58,19 +62,23 @@ class Runner {
         manager_(config_of(setup)),
         engine_(manager_),
         model_(setup.tokens_per_block, static_cast<int>(manager_.num_total_blocks()), setup.partial,
-               setup.backoff, setup.max_util, setup.fault) {}
+               setup.backoff, setup.max_util, setup.fault),
+        listener_(setup.lost_removals) {}
 
   // The first difference within `num_operations`, or nothing.
   std::optional<std::string> run(int num_operations) {
     for (int i = 0; i < num_operations && !difference_; ++i) {
       step();
       compare_counts();
+      if (setup_.event_buffer_size > 0) listen(i);
       if (i % 64 == 0) Introspection::check(manager_);
       if (difference_) *difference_ += " (operation " + std::to_string(i) + ")";
     }
     return difference_;
   }
 
+  size_t num_restarts() const { return num_restarts_; }
+  const EventListener& listener() const { return listener_; }
   const KVCacheManager& manager() const { return manager_; }
 
  private:
@@ -359,6 +367,19 @@ class Runner {
     if (const auto wrong = engine_.check(*pair.real, pair.model.committed)) differ(*wrong);
   }
 
+  void listen(int operation) {
+    if (operation % 5 != 0) return;
+    if (manager_.num_dropped_events() != num_dropped_) {
+      num_dropped_ = manager_.num_dropped_events();
+      ++num_restarts_;
+      listener_.restart(manager_.snapshot_events());
+    } else {
+      listener_.apply(manager_.drain_events(3));
+      listener_.apply(manager_.drain_events());
+    }
+    if (const auto wrong = listener_.compare(manager_)) differ("listener: " + *wrong);
+  }
+
   void compare_counts() {
     for (const PoolGroupStatistics& group : manager_.storage_statistics()) {
       if (group.total != manager_.num_total_blocks()) continue;  // the larger group of two
@@ -374,6 +395,9 @@ class Runner {
   NaiveModel model_;
   std::vector<Pair> pairs_;
   std::vector<Tokens> past_;
+  EventListener listener_;
+  uint64_t num_dropped_ = 0;
+  size_t num_restarts_ = 0;
   std::optional<std::string> difference_;
 };
 
@@ -385,6 +409,26 @@ constexpr int kNumOperations = 50000;
 #endif
 
 class Property : public ::testing::TestWithParam<Setup> {};
+
+class EventProperty : public ::testing::TestWithParam<Setup> {};
+
+TEST_P(EventProperty, a_listener_rebuilds_the_tree_exactly) {
+  Runner runner(GetParam(), 3);
+  const auto difference = runner.run(kNumOperations / 2);
+  ASSERT_FALSE(difference.has_value()) << *difference;
+  for (EventKind kind :
+       {EventKind::kCreated, EventKind::kStored, EventKind::kRemoved, EventKind::kUpdated}) {
+    EXPECT_GT(runner.listener().num_seen(kind), 0u) << name_of(kind);
+  }
+  EXPECT_EQ(runner.num_restarts() > 0, GetParam().event_buffer_size < 100);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Setups, EventProperty,
+    ::testing::Values(Setup{.name = "roomy", .num_blocks = 60, .event_buffer_size = 4096},
+                      Setup{.name = "forks", .with_forks = true, .event_buffer_size = 4096},
+                      Setup{.name = "overflowing", .num_blocks = 30, .event_buffer_size = 20}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(Property, random_operations_agree_with_the_naive_model_and_the_data_survives) {
   for (uint64_t seed : {1u, 2u}) {
@@ -428,14 +472,16 @@ TEST_P(PropertyControl, a_planted_fault_is_caught) {
 
 INSTANTIATE_TEST_SUITE_P(
     Faults, PropertyControl,
-    ::testing::Values(Setup{.name = "evicts_the_newest", .fault = ModelFault::kEvictNewest},
-                      Setup{.name = "ignores_priority", .fault = ModelFault::kIgnorePriority},
-                      Setup{.name = "mixes_scopes", .fault = ModelFault::kMixScopes},
-                      Setup{.name = "forgets_partial_blocks", .fault = ModelFault::kForgetPartial},
-                      Setup{.name = "forks_copy_nothing",
-                            .fault = ModelFault::kForkCopiesNothing,
-                            .with_forks = true},
-                      Setup{.name = "engine_writes_shared_rows", .careless_engine = true}),
+    ::testing::Values(
+        Setup{.name = "evicts_the_newest", .fault = ModelFault::kEvictNewest},
+        Setup{.name = "ignores_priority", .fault = ModelFault::kIgnorePriority},
+        Setup{.name = "mixes_scopes", .fault = ModelFault::kMixScopes},
+        Setup{.name = "forgets_partial_blocks", .fault = ModelFault::kForgetPartial},
+        Setup{.name = "forks_copy_nothing",
+              .fault = ModelFault::kForkCopiesNothing,
+              .with_forks = true},
+        Setup{.name = "listener_misses_removals", .event_buffer_size = 4096, .lost_removals = 50},
+        Setup{.name = "engine_writes_shared_rows", .careless_engine = true}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
