@@ -18,6 +18,7 @@ using namespace nb::literals;
 namespace helicore::bindings {
 
 void bind_kv_config(nb::module_& m);
+void bind_kv_events(nb::module_& m);
 void bind_kv_layout(nb::module_& m);
 void bind_kv_store(nb::module_& m);
 
@@ -93,6 +94,19 @@ void set_index_row(KVCache& cache, int beam, int32_t group, const std::optional<
   cache.set_base_page_index_buf(beam, LifeCycleId(group), row);
 }
 
+// The child keeps the manager alive, not its parent, which may be closed and dropped first.
+nb::typed<nb::object, KVCache> fork(KVCache& self, std::optional<int64_t> id) {
+  std::unique_ptr<KVCache> child;
+  {
+    const nb::gil_scoped_release release;
+    child = self.fork(id);
+  }
+  const nb::object manager = nb::find(*child->manager());
+  nb::object result = nb::cast(std::move(child));
+  nb::keep_alive_obj(result.ptr(), manager.ptr());
+  return nb::typed<nb::object, KVCache>(std::move(result));
+}
+
 void bind_cache(nb::module_& m) {
   nb::class_<KVCache> cls(m, "KVCache",
                           "The pages of one sequence; made by KVCacheManager.create_kv_cache().\n\n"
@@ -106,6 +120,13 @@ void bind_cache(nb::module_& m) {
            ReleaseGil(),
            "Set the cursors, in tokens; None keeps one. False when there is no room: nothing "
            "changed.\n\nRaises ValueError when history would shrink or capacity < history.")
+      .def("truncate", &KVCache::truncate, "num_tokens"_a, ReleaseGil(),
+           "Rewind capacity and history to num_tokens, in [num_committed_tokens, capacity]; blocks "
+           "past the end go at once. Needs no page.")
+      .def("fork", &fork, "id"_a = nb::none(),
+           "A SUSPENDED twin that shares every block before history_length; takes no page. Call "
+           "resize() or resume() before writing rows: it copies what others share, or returns "
+           "False when there is no room.")
       .def(
           "commit",
           [](KVCache& self, const Int32Arg& tokens, bool is_end) {
@@ -195,6 +216,12 @@ void commit_many(KVCacheManager& self, const CacheListArg& caches, const Int32Ar
   self.commit_many(caches.caches, flat, per_cache);
 }
 
+void truncate_many(KVCacheManager& self, const CacheListArg& caches, const Int32Arg& num_tokens) {
+  const auto lengths = num_tokens.get("kv.truncate_many", "num_tokens");
+  const nb::gil_scoped_release release;
+  self.truncate_many(caches.caches, lengths);
+}
+
 nb::typed<nb::list, bool> resume_many(KVCacheManager& self, const CacheListArg& caches,
                                       std::optional<int64_t> stream) {
   std::vector<uint8_t> results(caches.caches.size());
@@ -273,11 +300,27 @@ void bind_manager(nb::module_& m) {
            "resize() for a whole step: one bool per cache, in order. A throw changes nothing.")
       .def("commit_many", &commit_many, "caches"_a, "tokens"_a, "counts"_a = nb::none(),
            "commit() for a whole step: counts[i] tokens each, concatenated; default one each.")
+      .def("truncate_many", &truncate_many, "caches"_a, "num_tokens"_a,
+           "truncate() for a whole step, one length per cache. A throw changes nothing.")
       .def("resume_many", &resume_many, "caches"_a, "stream"_a = nb::none(),
            "resume() for several caches: one bool per cache, in order.")
       .def("get_storage_statistics", &M::storage_statistics, "level"_a = kHotLevel, ReleaseGil(),
            "One entry per pool group: total, free and evictable slots.")
       .def("get_stats", &M::stats, ReleaseGil())
+      .def(
+          "drain_events",
+          [](M& self, std::optional<size_t> max_events) {
+            const nb::gil_scoped_release release;
+            return self.drain_events(max_events.value_or(SIZE_MAX));
+          },
+          "max_events"_a = nb::none(),
+          "The oldest recorded changes of the tree of reusable blocks; they leave the buffer "
+          "(config.event_buffer_size). When it overflows the oldest are dropped: see "
+          "num_dropped_events and snapshot_events.")
+      .def("snapshot_events", &M::snapshot_events, ReleaseGil(),
+           "CREATED and STORED events that make the tree as it is, parents first, all with the id "
+           "that the next event will have; empties the buffer.")
+      .def_prop_ro("num_dropped_events", &M::num_dropped_events)
       .def(
           "get_chain_keys",
           [](const M& self, const Int32Arg& tokens, const ScopeArg& scope) {
@@ -306,6 +349,7 @@ void bind_kv(nb::module_& m) {
   m.attr("PRIORITY_DEFAULT") = kPriorityDefault;
   bind_kv_config(m);
   bind_kv_layout(m);
+  bind_kv_events(m);
   bind_errors(m);
   bind_cache(m);
   bind_manager(m);

@@ -200,14 +200,15 @@ void bind_manager_config(nb::module_& m) {
          std::optional<std::vector<double>> initial_pool_ratio,
          std::optional<SwaScratchReuseConfig> swa_scratch_reuse, bool commit_min_snapshot,
          bool enable_stats, bool text_only, int32_t min_sampled, double cooldown_secs,
-         int32_t update_interval, double ratio_threshold, double moving_average_decay) {
+         int32_t update_interval, double ratio_threshold, double moving_average_decay,
+         int32_t event_buffer_size) {
         construct_checked(
             self,
             Config{tokens_per_block, std::move(cache_tiers), std::move(layers), max_util_for_resume,
                    enable_partial_reuse, reuse_match_backoff, std::move(constraints),
                    std::move(typical_step), std::move(initial_pool_ratio), swa_scratch_reuse,
                    commit_min_snapshot, enable_stats, text_only, min_sampled, cooldown_secs,
-                   update_interval, ratio_threshold, moving_average_decay});
+                   update_interval, ratio_threshold, moving_average_decay, event_buffer_size});
       },
       "tokens_per_block"_a, "cache_tiers"_a, "layers"_a, nb::kw_only(),
       "max_util_for_resume"_a = defaults.max_util_for_resume,
@@ -219,7 +220,8 @@ void bind_manager_config(nb::module_& m) {
       "rebalance_cooldown_secs"_a = defaults.rebalance_cooldown_secs,
       "rebalance_target_ratio_update_interval"_a = defaults.rebalance_target_ratio_update_interval,
       "rebalance_ratio_threshold"_a = defaults.rebalance_ratio_threshold,
-      "rebalance_moving_average_decay"_a = defaults.rebalance_moving_average_decay);
+      "rebalance_moving_average_decay"_a = defaults.rebalance_moving_average_decay,
+      "event_buffer_size"_a = 0);
   cls.def_ro("tokens_per_block", &Config::tokens_per_block)
       .def_ro("cache_tiers", &Config::cache_tiers)
       .def_ro("layers", &Config::layers)
@@ -238,13 +240,14 @@ void bind_manager_config(nb::module_& m) {
       .def_ro("rebalance_cooldown_secs", &Config::rebalance_cooldown_secs)
       .def_ro("rebalance_target_ratio_update_interval",
               &Config::rebalance_target_ratio_update_interval)
+      .def_ro("event_buffer_size", &Config::event_buffer_size)
       .def_ro("rebalance_ratio_threshold", &Config::rebalance_ratio_threshold)
       .def_ro("rebalance_moving_average_decay", &Config::rebalance_moving_average_decay);
-  add_value_semantics(
-      cls, "KVCacheManagerConfig",
-      {"tokens_per_block", "cache_tiers", "layers", "max_util_for_resume", "enable_partial_reuse",
-       "reuse_match_backoff", "constraints", "typical_step", "initial_pool_ratio",
-       "swa_scratch_reuse", "commit_min_snapshot", "enable_stats", "text_only"});
+  add_value_semantics(cls, "KVCacheManagerConfig",
+                      {"tokens_per_block", "cache_tiers", "layers", "max_util_for_resume",
+                       "enable_partial_reuse", "reuse_match_backoff", "constraints", "typical_step",
+                       "initial_pool_ratio", "swa_scratch_reuse", "commit_min_snapshot",
+                       "enable_stats", "text_only", "event_buffer_size"});
 }
 
 }  // namespace

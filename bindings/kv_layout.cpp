@@ -113,6 +113,8 @@ void bind_statistics(nb::module_& m) {
       .def_ro("committed_blocks", &KVCacheStats::committed_blocks)
       .def_ro("rebased_blocks", &KVCacheStats::rebased_blocks)
       .def_ro("evicted_blocks", &KVCacheStats::evicted_blocks)
+      .def_ro("copied_blocks", &KVCacheStats::copied_blocks)
+      .def_ro("num_forks", &KVCacheStats::num_forks)
       .def_ro("failed_resizes", &KVCacheStats::failed_resizes)
       .def_ro("failed_resumes", &KVCacheStats::failed_resumes)
       .def_ro("num_suspends", &KVCacheStats::num_suspends)
@@ -121,7 +123,8 @@ void bind_statistics(nb::module_& m) {
       stats, "KVCacheStats",
       {"num_lookups", "lookup_tokens", "hit_tokens", "full_reused_blocks", "partial_reused_blocks",
        "missed_blocks", "allocated_blocks", "committed_blocks", "rebased_blocks", "evicted_blocks",
-       "failed_resizes", "failed_resumes", "num_suspends", "num_resumes"});
+       "copied_blocks", "num_forks", "failed_resizes", "failed_resumes", "num_suspends",
+       "num_resumes"});
 }
 
 }  // namespace

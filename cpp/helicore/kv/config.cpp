@@ -180,6 +180,8 @@ void KVCacheManagerConfig::validate() const {
   if (typical_step) typical_step->validate();
   if (initial_pool_ratio) check_ratio(*initial_pool_ratio);
   if (swa_scratch_reuse) swa_scratch_reuse->validate();
+  HELICORE_CHECK(event_buffer_size >= 0, kWhere, "event_buffer_size must be >= 0, got ",
+                 event_buffer_size);
   check_rebalance(*this);
 }
 

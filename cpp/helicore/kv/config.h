@@ -115,6 +115,7 @@ struct KVCacheManagerConfig {
   int32_t rebalance_target_ratio_update_interval = 100;  // > 0
   double rebalance_ratio_threshold = 1.25;               // finite, > 1
   double rebalance_moving_average_decay = 0.9999;        // in (0, 1)
+  int32_t event_buffer_size = 0;                         // events kept for drain_events(), >= 0
 
   void validate() const;
   [[nodiscard]] bool enable_swa_scratch_reuse() const noexcept {

@@ -13,6 +13,8 @@ constexpr const char* kWhere = "kv.check_invariants";
 struct Uses {
   uint32_t holds = 0;
   uint32_t locks = 0;
+  uint32_t may_write = 0;  // holders that may write it without a copy
+  uint32_t forks = 0;      // holders that copy it first if it is shared
 };
 
 void check_cache(const ManagerState& state, const KVCache& cache,
@@ -41,6 +43,9 @@ void check_cache(const ManagerState& state, const KVCache& cache,
     ++use.holds;
     use.locks += cache.is_active() ? 1 : 0;
     const size_t ordinal = i / lcs;
+    if (static_cast<int32_t>(ordinal) >= full && !Introspection::needs_copy(cache)) {
+      ++(Introspection::may_share(cache) ? use.forks : use.may_write);
+    }
     HELICORE_ASSERT(page.life_cycle == i % lcs, kWhere, "life cycle of page ", handle.id);
     const int32_t entry = Introspection::table(cache, i % lcs)[ordinal];
     HELICORE_ASSERT(entry == (cache.is_active() ? page.slot.value() : kBadPageIndex), kWhere,
@@ -75,6 +80,8 @@ void check_pages(const ManagerState& state, const std::unordered_map<PageId, Use
     HELICORE_ASSERT(page.hold_count == use.holds && page.lock_count == use.locks, kWhere, "page ",
                     id, " has ", page.hold_count, " holds and ", page.lock_count, " locks, found ",
                     use.holds, " and ", use.locks);
+    HELICORE_ASSERT(use.may_write == 0 || use.may_write + use.forks == 1, kWhere, "page ", id,
+                    " may be written by more than one cache");
     HELICORE_ASSERT(page.queued == (page.hold_count == 0), kWhere, "queue state of page ", id);
     HELICORE_ASSERT(page.hold_count > 0 || page.node != kNoNode, kWhere, "page ", id, " leaked");
     ++in_use[page.pool_group];
@@ -134,7 +141,7 @@ void check_node(const ManagerState& state, NodeId id, const std::vector<int64_t>
     const PageId above_id = tree.pages(node.parent)[lc];
     const PageRecord& above = state.store.page(above_id);
     HELICORE_ASSERT(above.priority >= page.priority, kWhere, "priority of node ", id);
-    if (!above.queued) continue;
+    if (!above.queued || page.forked) continue;
     HELICORE_ASSERT(page.queued && rank[tree.pages(id)[lc].value()] < rank[above_id.value()],
                     kWhere, "node ", id, " would be evicted after its parent");
   }

@@ -44,8 +44,8 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   tail_node_ = root;
   for (int32_t b = 0; b < num_blocks; ++b) {
     const NodeId node = path[static_cast<size_t>(b)];
+    state.tree.hold(node, priority_);
     for (PageId id : state.tree.pages(node)) {
-      state.store.hold(id, priority_);
       pages_.push_back(state.store.pages().handle(id));
     }
     if ((b + 1) * tokens_per_block_ <= matched) tail_node_ = node;
@@ -164,7 +164,7 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_) return false;
+  if (may_share_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_) return false;
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
   last_failure_.reset();
@@ -172,7 +172,7 @@ bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
 }
 
 bool KVCache::fills_no_block(size_t num_tokens) const noexcept {
-  return tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_);
+  return !may_share_ && tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_);
 }
 
 void KVCache::commit_into_tail(std::span<const TokenId> tokens) {
@@ -182,9 +182,19 @@ void KVCache::commit_into_tail(std::span<const TokenId> tokens) {
 }
 
 bool KVCache::resize_locked(const Cursors& cursors) {
+  ManagerState& state = *state_;
   const int32_t num_blocks = ceil_div(cursors.capacity, tokens_per_block_);
+  const int32_t copies = count_copies(std::min(num_blocks, num_blocks_));
+  const int32_t needed = std::max(0, num_blocks - num_blocks_) + copies;
+  if (needed > 0) {
+    if (const auto reason = state.plan(needed)) return fail(*reason, state.stats.failed_resizes);
+    reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
+    reserve_tables(num_blocks);
+    state.make_room(needed);
+  }
+  if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
   if (num_blocks > num_blocks_) {
-    if (!grow_locked(num_blocks)) return false;
+    grow_locked(num_blocks);
   } else {
     shrink_locked(num_blocks);
   }
@@ -194,13 +204,9 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   return true;
 }
 
-bool KVCache::grow_locked(int32_t num_blocks) {
+void KVCache::grow_locked(int32_t num_blocks) {
   ManagerState& state = *state_;
   const int32_t added = num_blocks - num_blocks_;
-  if (const auto reason = state.plan(added)) return fail(*reason, state.stats.failed_resizes);
-  reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
-  reserve_tables(num_blocks);
-  state.make_room(added);
   for (int32_t b = num_blocks_; b < num_blocks; ++b) {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       const PageHandle handle =
@@ -212,7 +218,6 @@ bool KVCache::grow_locked(int32_t num_blocks) {
   }
   num_blocks_ = num_blocks;
   state.stats.allocated_blocks += static_cast<uint64_t>(added);
-  return true;
 }
 
 void KVCache::shrink_locked(int32_t num_blocks) {
@@ -235,9 +240,11 @@ void KVCache::release_block_locked(int32_t ordinal) {
 bool KVCache::resume_locked(std::optional<int64_t> stream) {
   ManagerState& state = *state_;
   auto reason = state.utilisation_gate();
-  if (!reason && needs_copy_) reason = state.plan(1);
+  const int32_t copies = count_copies(num_blocks_);
+  if (!reason && copies > 0) reason = state.plan(copies);
   if (reason) return fail(*reason, state.stats.failed_resumes);
-  if (needs_copy_) copy_partial_block_locked();
+  if (copies > 0) state.make_room(copies);
+  if (needs_copy_ || may_share_) copy_blocks_locked(num_blocks_);
   for (int32_t b = 0; b < num_blocks_; ++b) {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       const PageHandle handle = page(b, lc);
@@ -251,20 +258,6 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
   ++state.num_active;
   ++state.stats.num_resumes;
   return true;
-}
-
-void KVCache::copy_partial_block_locked() {
-  ManagerState& state = *state_;
-  state.make_room(1);
-  for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    const PageHandle shared = page(num_blocks_ - 1, lc);
-    const PageHandle fresh = state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
-    state.store.copy_page(shared, fresh);
-    page(num_blocks_ - 1, lc) = fresh;
-    state.store.unhold(shared);
-  }
-  needs_copy_ = false;
-  ++state.stats.allocated_blocks;
 }
 
 void KVCache::suspend_locked() {
@@ -286,6 +279,7 @@ void KVCache::suspend_locked() {
 }
 
 void KVCache::commit_locked(std::span<const TokenId> tokens) {
+  if (may_share_) check_forked_commit(tokens);
   const auto block = static_cast<size_t>(tokens_per_block_);
   while (tail_tokens_.size() + tokens.size() >= block) {
     const size_t taken = block - tail_tokens_.size();
@@ -310,16 +304,17 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
   const InsertResult result = state.tree.insert(tail_node_, tokens, own);
   if (result.outcome == InsertOutcome::kExisting) {
     const std::span<const PageId> shown = state.tree.pages(result.node);
+    const bool is_rebase = shown[0] != own[0].id;  // else a fork showed the page that we share
+    state.tree.hold(result.node, priority_);
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       const PageHandle adopted = state.store.pages().handle(shown[lc]);
-      state.store.hold(adopted.id, priority_);
       state.store.lock(adopted);
       state.store.unlock(own[lc]);
       state.store.unhold(own[lc]);
       page(ordinal, lc) = adopted;
       tables_[lc].data[ordinal] = state.store.page(adopted.id).slot.value();
     }
-    ++state.stats.rebased_blocks;
+    state.stats.rebased_blocks += is_rebase ? 1 : 0;
   }
   ++state.stats.committed_blocks;
   state.tree.pin(result.node);
@@ -333,6 +328,14 @@ void KVCache::stop_committing_locked() {
   if (tail_tokens_.empty() || needs_copy_ || !state_->config.enable_partial_reuse) return;
   const int32_t ordinal = state_->tree.node(tail_node_).ordinal + 1;
   const std::span<const PageHandle> own(&page(ordinal, 0), tables_.size());
+  const NodeId shown = state_->store.page(own[0].id).node;
+  if (shown != kNoNode) {  // by a fork; a longer part may replace it
+    const auto theirs = state_->tree.tokens(shown);
+    if (state_->tree.node(shown).parent != tail_node_ || theirs.size() > tail_tokens_.size() ||
+        !std::equal(theirs.begin(), theirs.end(), tail_tokens_.begin())) {
+      return;
+    }
+  }
   (void)state_->tree.insert(tail_node_, tail_tokens_, own);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -13,6 +14,7 @@
 namespace helicore::kv {
 
 struct ManagerState;
+class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
 //
@@ -50,13 +52,24 @@ class KVCache {
   // caller-owned table rows are filled with BAD and let go.
   void suspend();
   // Sets the cursors; nullopt keeps one. ACTIVE only. False when the pages for a larger capacity
-  // can't be had. Throws InvalidArgument when history would shrink, capacity < history, or a
-  // caller's table row is too short.
+  // can't be had. Throws InvalidArgument when history would shrink (see truncate), capacity <
+  // history, or a caller's table row is too short.
   [[nodiscard]] bool resize(std::optional<int64_t> capacity,
                             std::optional<int64_t> history_length = std::nullopt);
+  // Rewinds to `num_tokens`, in [num_committed, capacity]: capacity becomes num_tokens and history
+  // at most that. Blocks past the end go at once, last block first, and their table entries read
+  // BAD. For tokens that were speculated and rejected. Needs no page. ACTIVE or SUSPENDED.
+  void truncate(int64_t num_tokens);
+  // A SUSPENDED twin: the same committed tokens, scope, priority, stream and commit state; history
+  // == capacity == our history. Takes no page: every block before history is shared. Rows from
+  // history_length() on are written only after a resize() or resume() that follows the fork: it
+  // gives the writer private copies of the blocks there that others hold or the tree shows (false
+  // when there is no room). ACTIVE or SUSPENDED; caches close in any order.
+  [[nodiscard]] std::unique_ptr<KVCache> fork(std::optional<int64_t> id = std::nullopt);
   // Declares the next tokens final; their rows must be written. Full blocks become reusable. When
   // another sequence committed the same block first, its pages are adopted and ours freed: page
-  // tables may change. Needs no page. `is_end` stops committing afterwards.
+  // tables may change. Needs no page. `is_end` stops committing afterwards. Throws LogicError when
+  // the rows are shared with a fork, InvalidArgument when a fork committed other tokens for them.
   void commit(std::span<const TokenId> tokens, bool is_end = false);
   // Publishes the committed part of the last block, when partial reuse is on. Idempotent.
   void stop_committing();
@@ -75,6 +88,8 @@ class KVCache {
   [[nodiscard]] std::vector<int32_t> aggregated_page_indices(LifeCycleId group, int beam,
                                                              bool valid_only) const;
 
+  // The manager that made it; null once that is gone.
+  [[nodiscard]] KVCacheManager* manager() const noexcept;
   [[nodiscard]] int64_t id() const noexcept { return id_; }
   [[nodiscard]] CacheStatus status() const noexcept { return status_; }
   [[nodiscard]] CommitState commit_state() const noexcept { return commit_state_; }
@@ -114,6 +129,8 @@ class KVCache {
 
   // Matches and holds; call with the lock.
   KVCache(ManagerState& state, const CreateArgs& args);
+  // The fork of `parent`; call with the lock.
+  KVCache(const KVCache& parent, std::optional<int64_t> id);
 
   struct Cursors {
     int32_t capacity = 0;
@@ -123,6 +140,9 @@ class KVCache {
   [[nodiscard]] Cursors check_resize(std::optional<int64_t> capacity,
                                      std::optional<int64_t> history) const;
   void check_commit(size_t num_tokens) const;
+  // The last check of a commit while blocks may be shared with forks; call with the lock.
+  void check_forked_commit(std::span<const TokenId> tokens) const;
+  [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   // True when the new capacity needs the same blocks: three integers change, no lock needed.
   [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
@@ -132,20 +152,32 @@ class KVCache {
   // With the lock held, arguments checked.
   [[nodiscard]] bool resize_locked(const Cursors& cursors);
   void shrink_locked(int32_t num_blocks);
-  [[nodiscard]] bool grow_locked(int32_t num_blocks);
+  void grow_locked(int32_t num_blocks);
+  [[nodiscard]] bool truncate_within_blocks(int32_t num_tokens) noexcept;
+  void truncate_locked(int32_t num_tokens);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void suspend_locked();
   void commit_locked(std::span<const TokenId> tokens);
   void commit_full_block(std::span<const TokenId> tokens);
   void stop_committing_locked();
   void close_locked();
-  void copy_partial_block_locked();
+  // Blocks below `end` that must be copied before rows from history_length on may be written.
+  [[nodiscard]] int32_t count_copies(int32_t end) const noexcept;
+  [[nodiscard]] bool must_copy(int32_t ordinal) const noexcept;
+  // Held by another cache or shown by the tree.
+  [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
+  [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
+  // Gives the blocks that count_copies() counts private copies; needs that many free blocks.
+  void copy_blocks_locked(int32_t end);
   void release_block_locked(int32_t ordinal);
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
 
   [[nodiscard]] PageHandle& page(int32_t ordinal, size_t life_cycle) noexcept {
+    return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
+  }
+  [[nodiscard]] const PageHandle& page(int32_t ordinal, size_t life_cycle) const noexcept {
     return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
   }
   [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
@@ -161,6 +193,7 @@ class KVCache {
   CacheStatus status_ = CacheStatus::kSuspended;
   CommitState commit_state_ = CommitState::kAllowed;
   bool needs_copy_ = false;  // the last block is a shared page, to be copied at the first resume
+  bool may_share_ = false;   // forks may hold blocks that are not yet committed here
   bool in_batch_ = false;    // seen by the batch call that is checking its arguments
   uint8_t priority_;
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned

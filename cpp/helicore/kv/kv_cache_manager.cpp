@@ -33,7 +33,9 @@ uint64_t address_of(const std::byte* p) { return reinterpret_cast<uint64_t>(p); 
 }  // namespace
 
 KVCacheManager::KVCacheManager(KVCacheManagerConfig config)
-    : state_(std::make_unique<ManagerState>(std::move(config))) {}
+    : state_(std::make_unique<ManagerState>(std::move(config))) {
+  state_->owner = this;
+}
 
 KVCacheManager::~KVCacheManager() {
   const std::unique_lock lock(state_->mutex);
@@ -187,6 +189,11 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   std::unique_lock lock(state_->mutex, std::defer_lock);
   if (fills_block) {
     lock.lock();
+    for (size_t i = 0, at = 0; i < caches.size(); ++i) {
+      const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
+      if (caches[i]->may_share_) caches[i]->check_forked_commit(tokens.subspan(at, count));
+      at += count;
+    }
     state_->tree.reserve_nodes(total / static_cast<size_t>(tokens_per_block()) + caches.size());
   }
   for (size_t i = 0, at = 0; i < caches.size(); ++i) {
@@ -198,6 +205,24 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     } else {
       caches[i]->commit_locked(own);
     }
+  }
+  if (lock.owns_lock()) state_->verify();
+}
+
+void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
+                                   std::span<const int32_t> num_tokens) {
+  constexpr const char* kWhere = "kv.truncate_many";
+  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
+  check_batch(kWhere, caches, num_tokens.size());
+  for (size_t i = 0; i < caches.size(); ++i) {
+    (void)caches[i]->check_truncate(kWhere, num_tokens[i]);
+  }
+  std::unique_lock lock(state_->mutex, std::defer_lock);
+  if (kDebugChecks) lock.lock();
+  for (size_t i = 0; i < caches.size(); ++i) {
+    if (caches[i]->truncate_within_blocks(num_tokens[i])) continue;
+    if (!lock.owns_lock()) lock.lock();
+    caches[i]->truncate_locked(num_tokens[i]);
   }
   if (lock.owns_lock()) state_->verify();
 }
@@ -317,6 +342,23 @@ std::vector<PoolGroupStatistics> KVCacheManager::storage_statistics(int level) c
 KVCacheStats KVCacheManager::stats() const {
   const std::shared_lock lock(state_->mutex);
   return state_->stats;
+}
+
+std::vector<KVEvent> KVCacheManager::drain_events(size_t max_events) {
+  const std::unique_lock lock(state_->mutex);
+  return state_->events.drain(max_events);
+}
+
+std::vector<KVEvent> KVCacheManager::snapshot_events() {
+  const std::unique_lock lock(state_->mutex);
+  std::vector<KVEvent> events = state_->tree.snapshot();
+  state_->events.clear();
+  return events;
+}
+
+uint64_t KVCacheManager::num_dropped_events() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->events.num_dropped();
 }
 
 size_t KVCacheManager::num_open_caches() const {

@@ -12,6 +12,7 @@
 
 #include "helicore/kv/block_key.h"
 #include "helicore/kv/config.h"
+#include "helicore/kv/event_log.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/layout.h"
 #include "helicore/kv/life_cycle.h"
@@ -77,6 +78,8 @@ class KVCacheManager {
   // counts[i] tokens for caches[i], concatenated in `tokens`; empty `counts` means one each.
   void commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
                    std::span<const int32_t> counts);
+  // caches[i]->truncate(num_tokens[i]); a throw means that nothing was done.
+  void truncate_many(std::span<KVCache* const> caches, std::span<const int32_t> num_tokens);
   void resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
                    std::span<uint8_t> results);
 
@@ -102,6 +105,15 @@ class KVCacheManager {
 
   [[nodiscard]] std::vector<PoolGroupStatistics> storage_statistics(int level = kHotLevel) const;
   [[nodiscard]] KVCacheStats stats() const;
+  // The oldest recorded changes of the tree of reusable blocks, at most `max_events`; they leave
+  // the buffer of config.event_buffer_size. When it overflows the oldest events are dropped, which
+  // num_dropped_events() and a gap in the ids tell; snapshot_events() sets a listener right.
+  [[nodiscard]] std::vector<KVEvent> drain_events(size_t max_events = SIZE_MAX);
+  // Created and stored events that make the tree as it is now, parents first; the buffer is
+  // emptied, so that drain_events() goes on from here. All carry the id that the next event will
+  // have. Works without a buffer too.
+  [[nodiscard]] std::vector<KVEvent> snapshot_events();
+  [[nodiscard]] uint64_t num_dropped_events() const;
   [[nodiscard]] size_t num_open_caches() const;
   // Blocks that sequences of any length can still get, and the most the pools can ever give.
   [[nodiscard]] int64_t num_available_blocks() const;

@@ -25,7 +25,8 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in)
       slots_per_block(layout.groups().count(), 0),
       num_life_cycles(registry.count()),
       store(layout, quota.num_slots),
-      tree(store, registry.count(), config.tokens_per_block) {
+      events(config.event_buffer_size, config.tokens_per_block),
+      tree(store, registry.count(), config.tokens_per_block, &events) {
   for (size_t i = 0; i < num_life_cycles; ++i) {
     ++slots_per_block[layout.group_of(LifeCycleId(static_cast<int32_t>(i)))];
   }

@@ -17,6 +17,7 @@
 namespace helicore::kv {
 
 class KVCache;
+class KVCacheManager;
 
 // Builds that check invariants after each operation look at every cache under the lock, so there
 // the lock-free fast paths of a cache take the lock too.
@@ -40,9 +41,11 @@ struct ManagerState {
   // Guards everything below: exclusive for changes, shared for probes and statistics.
   mutable std::shared_mutex mutex;
   PageStore store;
+  EventLog events;
   RadixTree tree;
   KVCacheStats stats;
   std::vector<KVCache*> caches;  // the open ones; not owned
+  KVCacheManager* owner = nullptr;
   int64_t next_id = 0;
   int32_t num_active = 0;
   bool is_shut_down = false;

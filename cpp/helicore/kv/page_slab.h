@@ -31,8 +31,10 @@ struct PageRecord {
   uint16_t pool_group = 0;
   uint8_t level = kHotLevel;
   uint8_t priority = kPriorityDefault;
-  bool queued = false;  // in an eviction queue
-  bool in_use = false;
+  bool queued : 1 = false;  // in an eviction queue
+  bool in_use : 1 = false;
+  bool forked : 1 = false;  // was shared before it was committed: a holder need not hold what is
+                            // above it in the tree
 
   [[nodiscard]] PageStatus status() const noexcept {
     if (lock_count > 0) return PageStatus::kLocked;

@@ -56,6 +56,7 @@ class PageStore {
   void unhold(PageHandle handle);
   void lock(PageHandle handle) noexcept { ++pages_[handle].lock_count; }
   void unlock(PageHandle handle) noexcept { --pages_[handle].lock_count; }
+  void mark_forked(PageHandle handle) noexcept { pages_[handle].forked = true; }
   [[nodiscard]] uint64_t num_double_releases() const noexcept { return num_double_releases_; }
   // A private page becomes the page of `node`.
   void publish(PageHandle handle, NodeId node, int32_t num_tokens) noexcept;

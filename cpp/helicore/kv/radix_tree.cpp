@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "helicore/core/error.h"
 
@@ -35,8 +36,10 @@ int32_t common_prefix(const TokenId* a, const TokenId* b, int32_t count) noexcep
 
 }  // namespace
 
-RadixTree::RadixTree(PageStore& store, size_t num_life_cycles, int32_t tokens_per_block)
+RadixTree::RadixTree(PageStore& store, size_t num_life_cycles, int32_t tokens_per_block,
+                     EventLog* events)
     : store_(store),
+      events_(events != nullptr && events->is_enabled() ? events : nullptr),
       num_life_cycles_(num_life_cycles),
       tokens_per_block_(static_cast<size_t>(tokens_per_block)) {}
 
@@ -51,24 +54,26 @@ std::span<const PageId> RadixTree::pages(NodeId id) const noexcept {
 
 NodeId RadixTree::find_root(const ReuseScope& scope) const {
   const auto it = roots_.find(encode_scope(scope));
-  return it == roots_.end() ? kNoNode : it->second;
+  return it == roots_.end() ? kNoNode : it->second.node;
 }
 
 NodeId RadixTree::find_or_create_root(const ReuseScope& scope) {
   const std::string encoded = encode_scope(scope);
   const auto it = roots_.find(encoded);
-  if (it != roots_.end()) return it->second;
+  if (it != roots_.end()) return it->second.node;
+  ReuseScope scope_of_event = scope;
   reserve_nodes(1);
   const NodeId id = allocate_node();
   keys_[id.value()] = root_key(scope);
   try {
-    const auto place = roots_.emplace(encoded, id).first;
+    const auto place = roots_.emplace(encoded, Root{id, scope}).first;
     scope_of_root_.emplace(id, place);
   } catch (...) {
     roots_.erase(encoded);
     free_node(id);
     throw;
   }
+  if (events_ != nullptr) events_->created(keys_[id.value()], std::move(scope_of_event));
   return id;
 }
 
@@ -160,8 +165,49 @@ InsertResult RadixTree::insert(NodeId parent, std::span<const TokenId> tokens,
   }
   ++num_nodes_;
   link_child(parent, id);
+  if (events_ != nullptr) {
+    events_->stored(keys_[id.value()], keys_[parent.value()], node.ordinal,
+                    store_.page(pages[0].id).priority, tokens);
+  }
   if (found.shorter != kNoNode) remove_leaf(found.shorter);
   return {InsertOutcome::kInserted, id};
+}
+
+void RadixTree::hold(NodeId node, uint8_t priority) noexcept {
+  const bool rises = store_.page(pages(node)[0]).priority < priority;
+  for (PageId page : pages(node)) store_.hold(page, priority);
+  if (rises && events_ != nullptr) events_->updated(keys_[node.value()], priority);
+}
+
+std::vector<KVEvent> RadixTree::snapshot() const {
+  std::vector<KVEvent> events;
+  events.reserve(num_nodes_ + roots_.size());
+  const uint64_t id = events_ != nullptr ? events_->next_id() : 0;
+  for (const auto& [encoded, root] : roots_) {
+    events.push_back({.id = id, .key = keys_[root.node.value()], .scope = root.scope});
+    add_children(root.node, id, events);
+  }
+  return events;
+}
+
+void RadixTree::add_children(NodeId parent, uint64_t id, std::vector<KVEvent>& events) const {
+  // A stack of its own: chains are as long as sequences.
+  std::vector<NodeId> open{nodes_[parent.value()].child_root};
+  while (!open.empty()) {
+    const NodeId node = open.back();
+    open.pop_back();
+    if (node == kNoNode) continue;
+    const NodeRecord& record = nodes_[node.value()];
+    const auto own = tokens(node);
+    events.push_back({.id = id,
+                      .kind = EventKind::kStored,
+                      .key = keys_[node.value()],
+                      .parent_key = keys_[record.parent.value()],
+                      .ordinal = record.ordinal,
+                      .priority = store_.page(pages(node)[0]).priority,
+                      .tokens = {own.begin(), own.end()}});
+    open.insert(open.end(), {record.right, record.left, record.child_root});
+  }
 }
 
 void RadixTree::unpin(NodeId node) {
@@ -175,12 +221,16 @@ int64_t RadixTree::evict_until_free(PoolGroupId group, int32_t num_free) {
     const PageId victim = store_.queue(group).front();
     HELICORE_ASSERT(victim != kNoPage, "kv.radix_tree", "nothing left to evict in pool group ",
                     group);
-    NodeId node = store_.page(victim).node;
-    // Below an evictable node everything is evictable and older, so the front is a leaf; walk down
-    // all the same.
-    while (nodes_[node.value()].child_root != kNoNode) node = nodes_[node.value()].child_root;
-    remove_leaf(node);
-    ++removed;
+    const NodeId node = store_.page(victim).node;
+    // Below an evictable node everything is evictable and older, so the front is a leaf, except
+    // where forks held blocks that they had not committed: then the whole subtree goes.
+    NodeId leaf = kNoNode;
+    do {
+      leaf = node;
+      while (nodes_[leaf.value()].child_root != kNoNode) leaf = nodes_[leaf.value()].child_root;
+      remove_leaf(leaf);
+      ++removed;
+    } while (leaf != node);
   }
   return removed;
 }
@@ -302,7 +352,10 @@ void RadixTree::remove_leaf(NodeId id) {
   HELICORE_ASSERT(nodes_[id.value()].child_root == kNoNode && nodes_[id.value()].num_pins == 0,
                   "kv.radix_tree", "node ", id, " is still in use");
   unlink_child(id);
-  for (PageId page : pages(id)) store_.detach(page);
+  for (PageId page : pages(id)) {
+    if (store_.page(page).node == id) store_.detach(page);  // else a longer block shows it now
+  }
+  if (events_ != nullptr) events_->removed(keys_[id.value()]);
   free_node(id);
   --num_nodes_;
   if (nodes_[parent.value()].parent == kNoNode) erase_root_if_unused(parent);
@@ -314,6 +367,7 @@ void RadixTree::erase_root_if_unused(NodeId id) {
   const auto it = scope_of_root_.find(id);
   roots_.erase(it->second);
   scope_of_root_.erase(it);
+  if (events_ != nullptr) events_->removed(keys_[id.value()]);
   free_node(id);
 }
 

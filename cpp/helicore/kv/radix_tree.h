@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "helicore/kv/block_key.h"
+#include "helicore/kv/event_log.h"
 #include "helicore/kv/page_store.h"
 
 namespace helicore::kv {
@@ -51,7 +52,9 @@ struct InsertResult {
 // side.
 class RadixTree {
  public:
-  RadixTree(PageStore& store, size_t num_life_cycles, int32_t tokens_per_block);
+  // Changes are recorded in `events` when it is given.
+  RadixTree(PageStore& store, size_t num_life_cycles, int32_t tokens_per_block,
+            EventLog* events = nullptr);
 
   [[nodiscard]] NodeId find_root(const ReuseScope& scope) const;
   [[nodiscard]] NodeId find_or_create_root(const ReuseScope& scope);
@@ -61,6 +64,11 @@ class RadixTree {
   int32_t match(NodeId root, std::span<const TokenId> tokens, bool partial,
                 std::vector<NodeId>* path) const;
 
+  // The child of `parent` with exactly these tokens; kNoNode when there is none.
+  [[nodiscard]] NodeId find_child(NodeId parent, std::span<const TokenId> tokens) const noexcept {
+    return search(parent, tokens).exact;
+  }
+
   // Makes room for `count` more nodes; the only step of insert() that can fail.
   void reserve_nodes(size_t count);
   // Shows `pages` (one per life cycle, private) as the block of `tokens` below `parent`. A shorter
@@ -69,15 +77,22 @@ class RadixTree {
   InsertResult insert(NodeId parent, std::span<const TokenId> tokens,
                       std::span<const PageHandle> pages);
 
+  // Holds the block's pages and raises their priority to `priority`.
+  void hold(NodeId node, uint8_t priority) noexcept;
   void pin(NodeId node) noexcept { ++nodes_[node.value()].num_pins; }
   // A root that has become empty and unpinned goes.
   void unpin(NodeId node);
 
   // Drops pages in eviction order, suffix before prefix, until the group has `num_free` free slots.
+  // What a fork still holds below a dropped block leaves the tree with it and stays the fork's.
   // Needs counts(group).available() >= num_free. Returns the number of nodes removed.
   int64_t evict_until_free(PoolGroupId group, int32_t num_free);
   // Drops everything that nobody holds.
   int64_t evict_all();
+
+  // Created and stored events that make the tree as it is, each block behind its parent. All carry
+  // the id that the next event will have.
+  [[nodiscard]] std::vector<KVEvent> snapshot() const;
 
   [[nodiscard]] const NodeRecord& node(NodeId id) const noexcept { return nodes_[id.value()]; }
   [[nodiscard]] std::span<const TokenId> tokens(NodeId id) const noexcept;
@@ -107,7 +122,10 @@ class RadixTree {
   void remove_leaf(NodeId id);
   void erase_root_if_unused(NodeId id);
 
+  void add_children(NodeId parent, uint64_t id, std::vector<KVEvent>& events) const;
+
   PageStore& store_;
+  EventLog* events_;
   size_t num_life_cycles_;
   size_t tokens_per_block_;
   std::vector<NodeRecord> nodes_;
@@ -117,8 +135,12 @@ class RadixTree {
   NodeId free_head_ = kNoNode;   // chained through NodeRecord::right
   size_t num_free_records_ = 0;
   size_t num_nodes_ = 0;
-  std::map<std::string, NodeId> roots_;  // by encoded scope
-  std::unordered_map<NodeId, std::map<std::string, NodeId>::iterator> scope_of_root_;
+  struct Root {
+    NodeId node = kNoNode;
+    ReuseScope scope{};
+  };
+  std::map<std::string, Root> roots_;  // by encoded scope
+  std::unordered_map<NodeId, std::map<std::string, Root>::iterator> scope_of_root_;
 };
 
 }  // namespace helicore::kv

@@ -20,6 +20,8 @@ struct KVCacheStats {
   uint64_t committed_blocks = 0;
   uint64_t rebased_blocks = 0;  // committed blocks that another sequence had committed first
   uint64_t evicted_blocks = 0;
+  uint64_t copied_blocks = 0;  // private copies of blocks shared with the tree or with forks
+  uint64_t num_forks = 0;
   uint64_t failed_resizes = 0;
   uint64_t failed_resumes = 0;
   uint64_t num_suspends = 0;

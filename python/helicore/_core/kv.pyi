@@ -23,6 +23,7 @@ __all__: list[str] = [
     "CommitState",
     "DEFAULT_BEAM_INDEX",
     "DiskCacheTierConfig",
+    "EventKind",
     "GPU_LEVEL",
     "GpuCacheTierConfig",
     "HOT_LEVEL",
@@ -33,6 +34,7 @@ __all__: list[str] = [
     "KVCacheManager",
     "KVCacheManagerConfig",
     "KVCacheStats",
+    "KVEvent",
     "LayerType",
     "LogicError",
     "NoRoom",
@@ -276,6 +278,7 @@ class KVCacheManagerConfig:
         rebalance_target_ratio_update_interval: int = 100,
         rebalance_ratio_threshold: float = 1.25,
         rebalance_moving_average_decay: float = 0.9999,
+        event_buffer_size: int = 0,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property
@@ -292,6 +295,8 @@ class KVCacheManagerConfig:
     def enable_stats(self) -> bool: ...
     @property
     def enable_swa_scratch_reuse(self) -> bool: ...
+    @property
+    def event_buffer_size(self) -> int: ...
     @property
     def initial_pool_ratio(self) -> list[float] | None: ...
     @property
@@ -450,6 +455,8 @@ class KVCacheStats:
     @property
     def committed_blocks(self) -> int: ...
     @property
+    def copied_blocks(self) -> int: ...
+    @property
     def evicted_blocks(self) -> int: ...
     @property
     def failed_resizes(self) -> int: ...
@@ -464,6 +471,8 @@ class KVCacheStats:
     @property
     def missed_blocks(self) -> int: ...
     @property
+    def num_forks(self) -> int: ...
+    @property
     def num_lookups(self) -> int: ...
     @property
     def num_resumes(self) -> int: ...
@@ -473,6 +482,38 @@ class KVCacheStats:
     def partial_reused_blocks(self) -> int: ...
     @property
     def rebased_blocks(self) -> int: ...
+
+class EventKind(enum.Enum):
+    """What a KVEvent tells."""
+
+    CREATED = 0
+    STORED = 1
+    REMOVED = 2
+    UPDATED = 3
+
+class KVEvent:
+    """One change of the tree of reusable blocks. Fields that the kind does not name are None, empty, -1 or 0."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def id(self) -> int:
+        """Consecutive from 0; a gap tells that events were dropped."""
+    @property
+    def key(self) -> bytes:
+        """The 32-byte chain key, as get_chain_keys and get_root_key give it."""
+    @property
+    def kind(self) -> EventKind: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def parent_key(self) -> bytes | None: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def reuse_scope(self) -> ReuseScope | None: ...
+    @property
+    def tokens(self) -> list[int]: ...
 
 class LogicError(RuntimeError):
     pass
@@ -497,6 +538,8 @@ class KVCache:
         is_end: bool = False,
     ) -> None:
         """Declare the next tokens final; full blocks become reusable. Page tables may change."""
+    def fork(self, id: int | None = None) -> KVCache:
+        """A SUSPENDED twin that shares every block before history_length; takes no page. Call resize() or resume() before writing rows: it copies what others share, or returns False when there is no room."""
     def get_aggregated_page_indices(
         self, group: int, beam: int = 0, valid_only: bool = False
     ) -> list[int]:
@@ -521,6 +564,8 @@ class KVCache:
         """Publish the committed part of the last block; nothing may be committed afterwards."""
     def suspend(self) -> None:
         """Unlock the pages but keep them; page tables read BAD_PAGE_INDEX."""
+    def truncate(self, num_tokens: int) -> None:
+        """Rewind capacity and history to num_tokens, in [num_committed_tokens, capacity]; blocks past the end go at once. Needs no page."""
     @property
     def beam_width(self) -> int: ...
     @property
@@ -592,6 +637,8 @@ class KVCacheManager:
         expected_prompt_length: int | None = None,
     ) -> KVCache:
         """A SUSPENDED cache that holds the longest cached prefix of input_tokens."""
+    def drain_events(self, max_events: int | None = None) -> list[KVEvent]:
+        """The oldest recorded changes of the tree of reusable blocks; they leave the buffer (config.event_buffer_size). When it overflows the oldest are dropped: see num_dropped_events and snapshot_events."""
     def get_chain_keys(
         self,
         tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
@@ -644,6 +691,16 @@ class KVCacheManager:
         """resume() for several caches: one bool per cache, in order."""
     def shutdown(self) -> None:
         """Refuse further use. Raises ResourceBusyError while caches are open."""
+    def snapshot_events(self) -> list[KVEvent]:
+        """CREATED and STORED events that make the tree as it is, parents first, all with the id that the next event will have; empties the buffer."""
+    def truncate_many(
+        self,
+        caches: collections.abc.Sequence[KVCache],
+        num_tokens: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+    ) -> None:
+        """truncate() for a whole step, one length per cache. A throw changes nothing."""
     @property
     def init_config(self) -> KVCacheManagerConfig: ...
     @property
@@ -651,6 +708,8 @@ class KVCacheManager:
     @property
     def num_available_blocks(self) -> int:
         """Blocks that could be had now, evicting what nobody holds."""
+    @property
+    def num_dropped_events(self) -> int: ...
     @property
     def num_layer_groups(self) -> int: ...
     @property

@@ -32,10 +32,16 @@ Finding a row: base page index ``b`` of block ``k`` (``get_base_page_indices(gro
 ``get_mem_pool_view(layer, role)`` is the same memory as uint8 ``[num_slots, block bytes]``, so
 ``torch.from_numpy(view).view(dtype)[b]`` is the block. Addresses never change.
 
-Rules. ``num_committed <= history_length <= capacity``; history never shrinks; capacity may, down to
-history. Commit only tokens whose rows are written. ``commit`` may swap a block for an identical one
-that another sequence committed first, so read page tables after it. With one level ``suspend``
-keeps the pages: to give memory back, ``close`` (committed blocks stay reusable) and create again.
+Rejected speculative tokens: ``cache.truncate(n)`` (or ``truncate_many``). Parallel samples and
+beams: ``cache.fork()``, a suspended twin that shares every block before ``history_length``; whoever
+calls ``resize`` or ``resume`` next gets private copies of the blocks that it will write, so call
+one of them between ``fork`` and the next write.
+
+Rules. ``num_committed <= history_length <= capacity``; history shrinks by ``truncate`` alone;
+capacity may shrink, down to history. Commit only tokens whose rows are written. ``commit`` may swap
+a block for an identical one that another sequence committed first, so read page tables after it.
+With one level ``suspend`` keeps the pages: to give memory back, ``close`` (committed blocks stay
+reusable) and create again.
 "No room" is ``False`` plus ``cache.last_failure`` (a ``NoRoom``); misuse raises ``ValueError`` or
 ``LogicError``.
 """
@@ -58,6 +64,7 @@ from helicore._core.kv import (
     CoalescedBuffer,
     CommitState,
     DiskCacheTierConfig,
+    EventKind,
     GpuCacheTierConfig,
     HostCacheTierConfig,
     KVCache,
@@ -65,6 +72,7 @@ from helicore._core.kv import (
     KVCacheManager,
     KVCacheManagerConfig,
     KVCacheStats,
+    KVEvent,
     LayerType,
     LogicError,
     NoRoom,
@@ -102,6 +110,7 @@ __all__ = [
     "CoalescedBuffer",
     "CommitState",
     "DiskCacheTierConfig",
+    "EventKind",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
     "KVCache",
@@ -109,6 +118,7 @@ __all__ = [
     "KVCacheManager",
     "KVCacheManagerConfig",
     "KVCacheStats",
+    "KVEvent",
     "LayerType",
     "LogicError",
     "NoRoom",

@@ -16,7 +16,14 @@ namespace helicore::kv::testing {
 using Tokens = std::vector<int32_t>;
 
 // Deliberate mistakes, for negative controls.
-enum class ModelFault { kNone, kEvictNewest, kIgnorePriority, kMixScopes, kForgetPartial };
+enum class ModelFault {
+  kNone,
+  kEvictNewest,
+  kIgnorePriority,
+  kMixScopes,
+  kForgetPartial,
+  kForkCopiesNothing
+};
 
 struct ModelPage {
   int holds = 0;
@@ -36,6 +43,7 @@ struct ModelCache {
   bool active = false;
   bool may_commit = true;
   bool needs_copy = false;
+  bool may_share = false;
   std::vector<ModelPageRef> blocks;
 };
 
@@ -83,14 +91,10 @@ class NaiveModel {
 
   bool resume(ModelCache& cache) {
     if (num_active_ > 0 && total_ - free() - evictable() > max_util_ * total_) return false;
-    if (cache.needs_copy) {
-      if (free() + evictable() < 1) return false;
-      make_room(1);
-      ModelPageRef shared = cache.blocks.back();
-      cache.blocks.back() = new_page(cache.priority);
-      unhold(shared);
-      cache.needs_copy = false;
-    }
+    const int copies = count_copies(cache, cache.blocks.size());
+    if (free() + evictable() < copies) return false;
+    make_room(copies);
+    copy_blocks(cache, cache.blocks.size());
     cache.active = true;
     ++num_active_;
     return true;
@@ -102,19 +106,40 @@ class NaiveModel {
   }
 
   bool resize(ModelCache& cache, int capacity, int history) {
-    const int needed = (capacity + tpb_ - 1) / tpb_ - static_cast<int>(cache.blocks.size());
-    if (needed > 0) {
-      if (free() + evictable() < needed) return false;
-      make_room(needed);
-      for (int i = 0; i < needed; ++i) cache.blocks.push_back(new_page(cache.priority));
-    }
-    for (int i = needed; i < 0; ++i) {
-      unhold(cache.blocks.back());
-      cache.blocks.pop_back();
-    }
+    const int blocks = static_cast<int>(cache.blocks.size());
+    const int wanted = (capacity + tpb_ - 1) / tpb_;
+    const auto kept = static_cast<size_t>(std::min(blocks, wanted));
+    const int needed = std::max(0, wanted - blocks) + count_copies(cache, kept);
+    if (needed > 0 && free() + evictable() < needed) return false;
+    make_room(needed);
+    copy_blocks(cache, kept);
+    for (int i = blocks; i < wanted; ++i) cache.blocks.push_back(new_page(cache.priority));
+    drop_blocks(cache, static_cast<size_t>(wanted));
     cache.capacity = capacity;
     cache.history = history;
     return true;
+  }
+
+  void truncate(ModelCache& cache, int num_tokens) {
+    drop_blocks(cache, static_cast<size_t>((num_tokens + tpb_ - 1) / tpb_));
+    cache.capacity = num_tokens;
+    cache.history = std::min(cache.history, num_tokens);
+  }
+
+  ModelCache fork(ModelCache& parent) {
+    ModelCache child = parent;
+    child.active = false;
+    child.capacity = child.history;
+    child.blocks.resize(static_cast<size_t>((child.history + tpb_ - 1) / tpb_));
+    for (const ModelPageRef& page : child.blocks) ++page->holds;
+    child.may_share = !child.needs_copy && child.blocks.size() > first_uncommitted(child);
+    parent.may_share = parent.may_share || child.may_share;
+    return child;
+  }
+
+  // Whether rows from `history` on lie in blocks that others hold or that are shown.
+  bool shares_next_rows(const ModelCache& cache) const {
+    return count_copies(cache, cache.blocks.size()) > 0;
   }
 
   void commit(ModelCache& cache, const Tokens& tokens) {
@@ -139,6 +164,8 @@ class NaiveModel {
     cache.may_commit = false;
     const size_t tail = cache.committed.size() % static_cast<size_t>(tpb_);
     if (tail == 0 || cache.needs_copy || !partial_) return;
+    const ModelPage& own = *cache.blocks[cache.committed.size() / static_cast<size_t>(tpb_)];
+    if (own.shown && !starts_with(cache.committed, own.key.second)) return;
     for (const auto& [key, page] : shown_) {
       if (key.first == scope_of(cache.scope) && starts_with(key.second, cache.committed) &&
           key.second.size() <= cache.committed.size() - tail + static_cast<size_t>(tpb_)) {
@@ -153,10 +180,7 @@ class NaiveModel {
     stop(cache);
     if (cache.active) --num_active_;
     cache.active = false;
-    while (!cache.blocks.empty()) {
-      unhold(cache.blocks.back());
-      cache.blocks.pop_back();
-    }
+    drop_blocks(cache, 0);
   }
 
   void clear() {
@@ -169,6 +193,49 @@ class NaiveModel {
 
  private:
   int scope_of(int scope) const { return fault_ == ModelFault::kMixScopes ? 0 : scope; }
+
+  size_t first_uncommitted(const ModelCache& cache) const {
+    return cache.committed.size() / static_cast<size_t>(tpb_);
+  }
+
+  bool must_copy(const ModelCache& cache, size_t block) const {
+    if (cache.needs_copy) return block + 1 == cache.blocks.size();
+    const ModelPage& page = *cache.blocks[block];
+    const bool shows_next_rows =
+        page.shown && static_cast<int>(page.key.second.size()) > cache.history;
+    return cache.may_share && (page.holds > 1 || shows_next_rows);
+  }
+
+  int count_copies(const ModelCache& cache, size_t end) const {
+    int count = 0;
+    for (auto b = static_cast<size_t>(cache.history / tpb_); b < end; ++b) {
+      count += must_copy(cache, b) ? 1 : 0;
+    }
+    return count;
+  }
+
+  void copy_blocks(ModelCache& cache, size_t end) {
+    const auto begin = static_cast<size_t>(cache.history / tpb_);
+    for (size_t b = end; b-- > begin;) {
+      if (!must_copy(cache, b) || fault_ == ModelFault::kForkCopiesNothing) continue;
+      ModelPageRef shared = cache.blocks[b];
+      cache.blocks[b] = new_page(cache.priority);
+      unhold(shared);
+    }
+    cache.needs_copy = false;
+    bool still_shares = false;
+    for (size_t b = first_uncommitted(cache); b < end; ++b) {
+      still_shares |= cache.blocks[b]->holds > 1 || cache.blocks[b]->shown;
+    }
+    cache.may_share = cache.may_share && still_shares;
+  }
+
+  void drop_blocks(ModelCache& cache, size_t num_blocks) {
+    while (cache.blocks.size() > num_blocks) {
+      unhold(cache.blocks.back());
+      cache.blocks.pop_back();
+    }
+  }
 
   static bool starts_with(const Tokens& tokens, const Tokens& prefix) {
     return tokens.size() >= prefix.size() &&
@@ -246,7 +313,14 @@ class NaiveModel {
       if (page->holds > 0) continue;
       if (victim == nullptr || goes_before(*page, *victim)) victim = page;
     }
-    hide(victim);
+    // What lies below goes with it; forks may still hold it.
+    std::vector<ModelPageRef> below;
+    for (const auto& [key, page] : shown_) {
+      if (key.first == victim->key.first && starts_with(key.second, victim->key.second)) {
+        below.push_back(page);
+      }
+    }
+    for (const ModelPageRef& page : below) hide(page);
   }
 
   bool goes_before(const ModelPage& a, const ModelPage& b) const {

@@ -7,6 +7,7 @@
 
 #include "helicore/kv/introspection.h"
 #include "helicore/kv/kv_cache_manager.h"
+#include "kv/event_listener.h"
 #include "kv/fake_engine.h"
 #include "kv/kv_configs.h"
 #include "kv/naive_model.h"
@@ -23,7 +24,10 @@ struct Setup {
   double max_util = 1.0;
   bool with_draft = false;
   ModelFault fault = ModelFault::kNone;
-  bool careless_engine = false;  // writes a token that the page table does not give it
+  bool with_forks = false;
+  int32_t event_buffer_size = 0;  // with it a listener rebuilds the tree
+  int lost_removals = 0;          // the listener misses every n-th removal
+  bool careless_engine = false;   // writes a token that the page table does not give it
 };
 
 KVCacheManagerConfig config_of(const Setup& setup) {
@@ -31,6 +35,7 @@ KVCacheManagerConfig config_of(const Setup& setup) {
   config.enable_partial_reuse = setup.partial;
   config.reuse_match_backoff = setup.backoff;
   config.max_util_for_resume = setup.max_util;
+  config.event_buffer_size = setup.event_buffer_size;
   if (setup.with_draft) {
     const int64_t bytes = 512LL * setup.tokens_per_block;
     config.layers.push_back(AttentionLayerConfig{.layer_id = 7,
@@ -57,26 +62,31 @@ class Runner {
         manager_(config_of(setup)),
         engine_(manager_),
         model_(setup.tokens_per_block, static_cast<int>(manager_.num_total_blocks()), setup.partial,
-               setup.backoff, setup.max_util, setup.fault) {}
+               setup.backoff, setup.max_util, setup.fault),
+        listener_(setup.lost_removals) {}
 
   // The first difference within `num_operations`, or nothing.
   std::optional<std::string> run(int num_operations) {
     for (int i = 0; i < num_operations && !difference_; ++i) {
       step();
       compare_counts();
+      if (setup_.event_buffer_size > 0) listen(i);
       if (i % 64 == 0) Introspection::check(manager_);
       if (difference_) *difference_ += " (operation " + std::to_string(i) + ")";
     }
     return difference_;
   }
 
+  size_t num_restarts() const { return num_restarts_; }
+  const EventListener& listener() const { return listener_; }
   const KVCacheManager& manager() const { return manager_; }
 
  private:
   struct Pair {
     std::unique_ptr<KVCache> real;
     ModelCache model;
-    Tokens plan;  // what this sequence will commit
+    Tokens plan;     // what this sequence will commit
+    int frozen = 0;  // rows below were written before a fork: they hold the plan's tokens
   };
 
   int below(int bound) { return std::uniform_int_distribution<int>(0, bound - 1)(random_); }
@@ -108,12 +118,15 @@ class Runner {
 
   void step() {
     const int operation = below(100);
-    if (pairs_.size() < 3 || (operation < 12 && pairs_.size() < 8)) return create();
+    if (pairs_.size() < 3 || (operation < 12 && pairs_.size() < (setup_.with_forks ? 5u : 8u)))
+      return create();
     if (operation < 20) return probe();
     if (operation < 21) return clear();
     if (operation < 27) return batch();
     const auto at = static_cast<size_t>(below(static_cast<int>(pairs_.size())));
+    if (setup_.with_forks && operation < 32) return operation < 31 ? fork(at) : truncate_all();
     Pair& pair = pairs_[at];
+    if (operation < 45 && below(4) == 0) return truncate(pair, random_length(pair));
     if (operation < 37) return close(at);
     if (operation < 40) return stop(pair);
     if (!pair.model.active) return resume(pair);
@@ -199,6 +212,63 @@ class Runner {
     return {capacity, below(4) == 0 ? history + below(capacity - history + 1) : history};
   }
 
+  int random_length(const Pair& pair) {
+    const auto committed = static_cast<int>(pair.model.committed.size());
+    return committed + below(pair.model.capacity - committed + 1);
+  }
+
+  void after_truncate(Pair& pair, int length) {
+    model_.truncate(pair.model, length);
+    // What was rejected is replaced by something else.
+    if (static_cast<int>(pair.plan.size()) > length) pair.plan.resize(static_cast<size_t>(length));
+    pair.frozen = std::min(pair.frozen, length);
+    expect_equal("capacity after truncate", pair.real->capacity(), pair.model.capacity);
+    expect_equal("blocks after truncate", pair.real->num_blocks(), pair.model.blocks.size());
+    verify(pair);
+  }
+
+  void truncate(Pair& pair, int length) {
+    pair.real->truncate(length);
+    after_truncate(pair, length);
+  }
+
+  void truncate_all() {
+    std::vector<KVCache*> caches;
+    std::vector<int32_t> lengths;
+    for (Pair& pair : pairs_) {
+      caches.push_back(pair.real.get());
+      lengths.push_back(random_length(pair));
+    }
+    manager_.truncate_many(caches, lengths);
+    for (size_t i = 0; i < pairs_.size(); ++i) after_truncate(pairs_[i], lengths[i]);
+  }
+
+  void extend_plan(Pair& pair, size_t length) {
+    while (pair.plan.size() < length) pair.plan.push_back(below(3));
+  }
+
+  void fork(size_t at) {
+    if (pairs_.size() >= 10) return;
+    Pair& parent = pairs_[at];
+    const auto history = static_cast<size_t>(parent.model.history);
+    const size_t written =
+        std::max(parent.model.committed.size(), static_cast<size_t>(parent.frozen));
+    extend_plan(parent, history);
+    if (written < history) {
+      if (!parent.model.active) return;
+      engine_.write(*parent.real, std::span(parent.plan).first(history), written);
+    }
+    Pair child;
+    child.real = parent.real->fork();
+    child.model = model_.fork(parent.model);
+    child.plan.assign(parent.plan.begin(),
+                      parent.plan.begin() + static_cast<std::ptrdiff_t>(history));
+    if (below(2) == 0) child.plan = parent.plan;
+    if (!parent.model.needs_copy) parent.frozen = child.frozen = static_cast<int>(history);
+    verify(child);
+    pairs_.push_back(std::move(child));
+  }
+
   void after_resize(Pair& pair, int old_blocks, bool resized) {
     if (resized && pair.real->num_blocks() > old_blocks) engine_.poison(*pair.real, old_blocks);
     expect_equal("capacity", pair.real->capacity(), pair.model.capacity);
@@ -216,15 +286,19 @@ class Runner {
   // The next tokens of the plan that fit into the capacity, written by the engine.
   Tokens next_tokens(Pair& pair) {
     const size_t done = pair.model.committed.size();
-    while (pair.plan.size() < done + 12) pair.plan.push_back(below(3));
-    const int room = pair.model.capacity - static_cast<int>(done);
+    extend_plan(pair, done + 12);
+    // Rows that are shared with a fork may be committed, not written.
+    const int end = pair.model.may_share && model_.shares_next_rows(pair.model)
+                        ? pair.model.history
+                        : pair.model.capacity;
+    const int room = end - static_cast<int>(done);
     const auto count = static_cast<std::ptrdiff_t>(below(std::min(room, 10) + 1));
     const auto begin = pair.plan.begin() + static_cast<std::ptrdiff_t>(done);
     Tokens tokens(begin, begin + count);
     Tokens whole = pair.model.committed;
     // A plan that left the matched prefix goes on from what is committed.
     whole.insert(whole.end(), tokens.begin(), tokens.end());
-    engine_.write(*pair.real, whole, done);
+    engine_.write(*pair.real, whole, std::max(done, static_cast<size_t>(pair.frozen)));
     if (setup_.careless_engine && done > 0) engine_.row(*pair.real, 0, 0)[0] ^= std::byte{1};
     return tokens;
   }
@@ -294,6 +368,19 @@ class Runner {
     if (const auto wrong = engine_.check(*pair.real, pair.model.committed)) differ(*wrong);
   }
 
+  void listen(int operation) {
+    if (operation % 5 != 0) return;
+    if (manager_.num_dropped_events() != num_dropped_) {
+      num_dropped_ = manager_.num_dropped_events();
+      ++num_restarts_;
+      listener_.restart(manager_.snapshot_events());
+    } else {
+      listener_.apply(manager_.drain_events(3));
+      listener_.apply(manager_.drain_events());
+    }
+    if (const auto wrong = listener_.compare(manager_)) differ("listener: " + *wrong);
+  }
+
   void compare_counts() {
     for (const PoolGroupStatistics& group : manager_.storage_statistics()) {
       if (group.total != manager_.num_total_blocks()) continue;  // the larger group of two
@@ -309,6 +396,9 @@ class Runner {
   NaiveModel model_;
   std::vector<Pair> pairs_;
   std::vector<Tokens> past_;
+  EventListener listener_;
+  uint64_t num_dropped_ = 0;
+  size_t num_restarts_ = 0;
   std::optional<std::string> difference_;
 };
 
@@ -321,6 +411,26 @@ constexpr int kNumOperations = 50000;
 
 class Property : public ::testing::TestWithParam<Setup> {};
 
+class EventProperty : public ::testing::TestWithParam<Setup> {};
+
+TEST_P(EventProperty, a_listener_rebuilds_the_tree_exactly) {
+  Runner runner(GetParam(), 3);
+  const auto difference = runner.run(kNumOperations / 2);
+  ASSERT_FALSE(difference.has_value()) << *difference;
+  for (EventKind kind :
+       {EventKind::kCreated, EventKind::kStored, EventKind::kRemoved, EventKind::kUpdated}) {
+    EXPECT_GT(runner.listener().num_seen(kind), 0u) << name_of(kind);
+  }
+  EXPECT_EQ(runner.num_restarts() > 0, GetParam().event_buffer_size < 100);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Setups, EventProperty,
+    ::testing::Values(Setup{.name = "roomy", .num_blocks = 60, .event_buffer_size = 4096},
+                      Setup{.name = "forks", .with_forks = true, .event_buffer_size = 4096},
+                      Setup{.name = "overflowing", .num_blocks = 30, .event_buffer_size = 20}),
+    [](const auto& info) { return std::string(info.param.name); });
+
 TEST_P(Property, random_operations_agree_with_the_naive_model_and_the_data_survives) {
   for (uint64_t seed : {1u, 2u}) {
     Runner runner(GetParam(), seed);
@@ -330,6 +440,7 @@ TEST_P(Property, random_operations_agree_with_the_naive_model_and_the_data_survi
     EXPECT_GT(stats.hit_tokens, 0u);
     EXPECT_GT(stats.evicted_blocks, 0u) << "the run never filled the pool";
     EXPECT_GT(stats.rebased_blocks, 0u) << "the run never committed a twin";
+    EXPECT_EQ(stats.num_forks > 50, GetParam().with_forks);
   }
 }
 
@@ -340,7 +451,18 @@ INSTANTIATE_TEST_SUITE_P(
                       Setup{.name = "one_token_blocks", .tokens_per_block = 1, .num_blocks = 40},
                       Setup{.name = "whole_blocks_only", .partial = false},
                       Setup{.name = "backoff_and_gate", .backoff = 3, .max_util = 0.8},
-                      Setup{.name = "target_and_draft", .with_draft = true}),
+                      Setup{.name = "target_and_draft", .with_draft = true},
+                      Setup{.name = "forks", .num_blocks = 40, .with_forks = true},
+                      Setup{.name = "forks_in_a_tight_pool", .num_blocks = 13, .with_forks = true},
+                      Setup{.name = "forks_of_one_token_blocks",
+                            .tokens_per_block = 1,
+                            .num_blocks = 40,
+                            .with_forks = true},
+                      Setup{.name = "forks_of_target_and_draft",
+                            .num_blocks = 48,
+                            .partial = false,
+                            .with_draft = true,
+                            .with_forks = true}),
     [](const auto& info) { return std::string(info.param.name); });
 
 class PropertyControl : public ::testing::TestWithParam<Setup> {};
@@ -352,11 +474,16 @@ TEST_P(PropertyControl, a_planted_fault_is_caught) {
 
 INSTANTIATE_TEST_SUITE_P(
     Faults, PropertyControl,
-    ::testing::Values(Setup{.name = "evicts_the_newest", .fault = ModelFault::kEvictNewest},
-                      Setup{.name = "ignores_priority", .fault = ModelFault::kIgnorePriority},
-                      Setup{.name = "mixes_scopes", .fault = ModelFault::kMixScopes},
-                      Setup{.name = "forgets_partial_blocks", .fault = ModelFault::kForgetPartial},
-                      Setup{.name = "engine_writes_shared_rows", .careless_engine = true}),
+    ::testing::Values(
+        Setup{.name = "evicts_the_newest", .fault = ModelFault::kEvictNewest},
+        Setup{.name = "ignores_priority", .fault = ModelFault::kIgnorePriority},
+        Setup{.name = "mixes_scopes", .fault = ModelFault::kMixScopes},
+        Setup{.name = "forgets_partial_blocks", .fault = ModelFault::kForgetPartial},
+        Setup{.name = "forks_copy_nothing",
+              .fault = ModelFault::kForkCopiesNothing,
+              .with_forks = true},
+        Setup{.name = "listener_misses_removals", .event_buffer_size = 4096, .lost_removals = 50},
+        Setup{.name = "engine_writes_shared_rows", .careless_engine = true}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -38,6 +38,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert made.commit_min_snapshot is False
     assert made.enable_stats is True
     assert made.text_only is False
+    assert made.event_buffer_size == 0
     assert made.rebalance_min_sampled_kv_caches == 2000
     assert made.rebalance_cooldown_secs == 120.0
     assert made.rebalance_target_ratio_update_interval == 100
@@ -57,6 +58,7 @@ def test_defaults_are_the_documented_ones() -> None:
         (lambda: config(max_util_for_resume=0.0), "max_util_for_resume"),
         (lambda: config(max_util_for_resume=math.nan), "max_util_for_resume"),
         (lambda: config(reuse_match_backoff=-1), "reuse_match_backoff"),
+        (lambda: config(event_buffer_size=-1), "event_buffer_size"),
         (lambda: config(initial_pool_ratio=[0.5]), "initial_pool_ratio"),
         (lambda: config(initial_pool_ratio=[math.inf]), "initial_pool_ratio"),
         (lambda: config(rebalance_ratio_threshold=1.0), "rebalance_ratio_threshold"),
