@@ -365,7 +365,8 @@ TEST_P(AsyncIoTest, the_flaky_decorator_fails_tears_and_reorders) {
   for (size_t i = 0; i < 60; ++i) {
     const int error = io.wait(tokens[i]).error();
     std::vector<std::byte> found(100);
-    static_cast<void>(::pread(file.fd(), found.data(), 100, static_cast<off_t>(i) * 100));
+    const ssize_t size = ::pread(file.fd(), found.data(), 100, static_cast<off_t>(i) * 100);
+    EXPECT_TRUE(size >= 0) << i;  // a file that ends early reads as zeros
     const bool head = std::memcmp(found.data(), data[i].data(), 50) == 0;
     const bool tail = std::memcmp(found.data() + 50, data[i].data() + 50, 50) == 0;
     EXPECT_EQ(error, head && tail ? 0 : EIO) << i;
