@@ -326,7 +326,8 @@ class LLM:
 
 def resolve_tokenizer(name: str | os.PathLike[str]) -> Path:
     """The folder of a tokenizer: any folder, or what `resolve_model` finds."""
-    if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str):
+    text = os.fspath(name) if isinstance(name, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
         raise ValueError(f"tokenizer must be a folder or a name, got {describe(name)}")
     try:
         path = Path(name).expanduser()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from helicore.sampling_params import SamplingParams, describe, is_boolean
+from helicore.sampling_params import SamplingParams, check_integer, describe, is_boolean
 from helicore.tokenizer import Tokenizer
 
 
@@ -191,15 +191,16 @@ def _check_priority(priority: int | Sequence[int] | None, count: int) -> list[in
         return [0] * count
     if isinstance(priority, int) and not isinstance(priority, bool):
         priority = [priority] * count
+    elif hasattr(priority, "tolist"):  # of numpy or torch
+        values = priority.tolist()
+        return _check_priority(values if isinstance(values, (int, list)) else [values], count)
     if not isinstance(priority, Sequence) or isinstance(priority, (str, bytes)):
         raise ValueError(
             f"priority must be an integer or a list of integers, got {describe(priority)}"
         )
     if len(priority) != count:
         raise ValueError(f"priority must have one entry per prompt ({count}), got {len(priority)}")
-    for position, value in enumerate(priority):
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
-            raise ValueError(
-                f"priority[{position}] must be a 32-bit integer, got {describe(value)}"
-            )
-    return list(priority)
+    return [
+        check_integer(f"priority[{position}]", value, 1 - 2**31, 2**31 - 1)
+        for position, value in enumerate(priority)
+    ]

@@ -40,7 +40,8 @@ def is_boolean(value: object) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
-def _integer(field: str, value: object, low: int, high: int, note: str = "") -> int:
+def check_integer(field: str, value: object, low: int, high: int, note: str = "") -> int:
+    """`value` as an int in [low, high]; ValueError that starts with `field` where it is not one."""
     # numpy integers are welcome.
     try:
         if is_boolean(value):
@@ -106,7 +107,7 @@ def _token_ids(field: str, value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, (Sequence, set, frozenset)) or isinstance(value, (str, bytes)):
         raise ValueError(f"{field} must be a list of token ids, got {describe(value)}")
-    return tuple(_integer(f"{field}[{i}]", item, 0, MAX_COUNT) for i, item in enumerate(value))
+    return tuple(check_integer(f"{field}[{i}]", item, 0, MAX_COUNT) for i, item in enumerate(value))
 
 
 def _bias(value: object) -> dict[int, float] | None:
@@ -117,14 +118,14 @@ def _bias(value: object) -> dict[int, float] | None:
     result: dict[int, float] = {}
     for key, bias in value.items():
         # JSON has string keys only: "15" is token 15.
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        token = _integer("logit_bias key", token, 0, MAX_COUNT)
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+        token = check_integer("logit_bias key", token, 0, MAX_COUNT)
         result[token] = _ranged(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return result or None
 
 
 def _num_logprobs(field: str, value: object) -> int | None:
-    return None if value is None else _integer(field, value, -1, MAX_COUNT, " (-1 = all)")
+    return None if value is None else check_integer(field, value, -1, MAX_COUNT, " (-1 = all)")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -202,7 +203,7 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("n", _integer("n", n, 1, MAX_N))
+        put("n", check_integer("n", n, 1, MAX_N))
         put("presence_penalty", _ranged("presence_penalty", presence_penalty, -2, 2))
         put("frequency_penalty", _ranged("frequency_penalty", frequency_penalty, -2, 2))
         put(
@@ -211,17 +212,17 @@ class SamplingParams:
         )
         put("temperature", _ranged("temperature", temperature, 0, 1000))
         put("top_p", _ranged("top_p", top_p, 0, 1, open_low=True))
-        put("top_k", max(0, _integer("top_k", top_k, -1, MAX_COUNT, " (0 or -1 = off)")))
+        put("top_k", max(0, check_integer("top_k", top_k, -1, MAX_COUNT, " (0 or -1 = off)")))
         put("min_p", _ranged("min_p", min_p, 0, 1))
-        put("seed", None if seed is None else _integer("seed", seed, 0, MAX_SEED))
+        put("seed", None if seed is None else check_integer("seed", seed, 0, MAX_SEED))
         put("stop", _strings("stop", stop))
         put("stop_token_ids", _token_ids("stop_token_ids", stop_token_ids))
         put("ignore_eos", _flag("ignore_eos", ignore_eos))
         put(
             "max_tokens",
-            None if max_tokens is None else _integer("max_tokens", max_tokens, 1, MAX_COUNT),
+            None if max_tokens is None else check_integer("max_tokens", max_tokens, 1, MAX_COUNT),
         )
-        put("min_tokens", _integer("min_tokens", min_tokens, 0, MAX_COUNT))
+        put("min_tokens", check_integer("min_tokens", min_tokens, 0, MAX_COUNT))
         put("logprobs", _num_logprobs("logprobs", logprobs))
         put("prompt_logprobs", _num_logprobs("prompt_logprobs", prompt_logprobs))
         put("detokenize", _flag("detokenize", detokenize))

@@ -48,6 +48,7 @@ def llm() -> Iterator[LLM]:
         ("top_p", 1e-300),
         ("top_p", 1e-40),
         ("logit_bias", {3: HUGE}),
+        ("logit_bias", {"9" * 5000: 1}),
     ],
     ids=short,
 )
@@ -91,7 +92,7 @@ def test_a_cache_beyond_the_memory_is_refused_before_the_model_is_loaded(
         LLM("tiny", kv_cache=KVCacheConfig(host_gb=1e300))
 
 
-@pytest.mark.parametrize("value", [3, b"tiny", "x" * 5000, "\0"], ids=short)
+@pytest.mark.parametrize("value", [3, "", b"tiny", "x" * 5000, "\0"], ids=short)
 @pytest.mark.parametrize("name", ["model", "tokenizer"])
 def test_a_name_that_no_file_can_have_names_its_argument(name: str, value: Any) -> None:
     arguments = {"model": "tiny", name: value}
@@ -112,8 +113,10 @@ def test_any_other_salt_is_served(llm: LLM, salt: Any) -> None:
 
 
 def test_one_priority_serves_all_prompts(llm: LLM) -> None:
-    assert len(llm.generate(["a", "b"], ONE, False, priority=1)) == 2
-    for bad in ("12", 1.5, True, object()):
+    many: tuple[Any, ...] = (1, np.int64(1), [1, 2], np.array([1, 2]), [np.int64(1), 2])
+    for good in many:
+        assert len(llm.generate(["a", "b"], ONE, False, priority=good)) == 2
+    for bad in ("12", 1.5, True, object(), np.True_, np.array([1.0, 2.0])):
         with pytest.raises(ValueError, match=r"^priority"):
             llm.generate(["a", "b"], ONE, False, priority=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^priority\[0\]"):
