@@ -90,6 +90,8 @@ class DiskPrefixes:
         self._num_stored[lane] = len(blocks)
         first, kept = divmod(num_matched, self._page_size)
         if len(blocks) <= first:
+            if len(blocks) < first and not self._puts:
+                self._pending.add(lane)  # the tree knows more, and nothing is under way
             return num_matched
         num_read = self._read(lane, first, blocks[first:], kept > 0)
         return max(num_matched, (first + num_read) * self._page_size if num_read else 0)

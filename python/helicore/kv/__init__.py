@@ -38,6 +38,9 @@ that another sequence committed first, so read page tables after it. With one le
 keeps the pages: to give memory back, ``close`` (committed blocks stay reusable) and create again.
 "No room" is ``False`` plus ``cache.last_failure`` (a ``NoRoom``); misuse raises ``ValueError`` or
 ``LogicError``.
+
+``PrefixStore`` keeps blocks on disk beyond the process: ``put`` full blocks under
+``get_root_key(scope)``; later ``match`` a prompt and ``get`` its blocks into free pages.
 """
 
 from helicore._core.kv import (

@@ -245,29 +245,102 @@ def test_random_prompts_over_small_pools_and_many_restarts(tmp_path: Path, num_p
     assert preemptions > 0 or num_pages > 9
 
 
-def test_a_page_that_is_swapped_on_disk_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control of this file: blocks read into each other's pages."""
-    run(tmp_path)
-    real = kv.PrefixStore.match
+# --- a store that behaves badly --------------------------------------------------------------
 
-    class Swapped:
-        def __init__(self, blocks: list[kv.BlockRef]) -> None:
-            self.blocks = blocks
 
+class Store:
+    """The store of an engine with some of its methods replaced."""
+
+    def __init__(self, engine: Engine, **replaced: Any) -> None:
+        disk: Any = engine._pool.disk
+        self.real: kv.PrefixStore = disk._store
+        self.__dict__.update(replaced)
+        disk._store = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def test_pages_that_the_queue_refuses_are_offered_again_after_a_step(tmp_path: Path) -> None:
     engine, _ = fake_engine(disk=tmp_path)
-    store = engine._pool.disk._store  # type: ignore[union-attr]
+    num_refusals = 3
+    first_blocks: list[int] = []
 
-    class Proxy:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
+    def put(*arguments: Any, first_block: int, block: bool) -> int | None:
+        assert not block
+        first_blocks.append(first_block)
+        if len(first_blocks) <= num_refusals:
+            return None
+        return store.real.put(*arguments, first_block=first_block, block=block)
 
-        def match(self, root: bytes, tokens: Any) -> Swapped:
-            assert store is not None
-            return Swapped(real(store, root, tokens).blocks[::-1])
+    store = Store(engine, put=put)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    generate(engine, [PROMPT], params)
+    assert first_blocks[: num_refusals + 1] == [0] * (num_refusals + 1)
+    engine.close()
+    assert run(tmp_path)[1] == 96
 
-    monkeypatch.setattr(engine._pool.disk, "_store", Proxy())
+
+def test_pages_that_are_refused_until_their_lane_leaves_are_stored_by_the_next_one(
+    tmp_path: Path,
+) -> None:
+    engine, _ = fake_engine(disk=tmp_path)
+    store = Store(engine, put=lambda *_, **__: None)
+    ask(engine, PROMPT)
+    del store.put
+    assert ask(engine, PROMPT) == len(PROMPT) - 1
+    engine.close()
+    assert run(tmp_path)[1] == 96
+
+
+@pytest.mark.parametrize("status", [kv.BlockStatus.GONE, kv.BlockStatus.IO_ERROR])
+def test_pages_that_cannot_be_read_are_computed(tmp_path: Path, status: kv.BlockStatus) -> None:
+    run(tmp_path)
+    engine, _ = fake_engine(disk=tmp_path)
+
+    def wait(token: int) -> list[kv.BlockStatus]:
+        statuses = store.real.wait(token)
+        statuses[2] = status
+        return statuses
+
+    store = Store(engine, wait=wait)
+    assert ask(engine, PROMPT) == 32
+    engine.close()
+
+
+def test_a_refused_read_is_computed(tmp_path: Path) -> None:
+    run(tmp_path)
+    engine, _ = fake_engine(disk=tmp_path)
+    Store(engine, get=lambda *_: None)
+    assert ask(engine, PROMPT) == 0
+    engine.close()
+
+
+def test_a_folder_that_cannot_be_made_leaves_the_engine_without_a_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "helicore"):
+        engine, _ = fake_engine(disk=Path("/proc/helicore"))
+        assert ask(engine, PROMPT) == 0
+        assert ask(engine, PROMPT) == len(PROMPT) - 1
+        assert engine.reset_prefix_cache()
+        engine.close()
+    assert len(caplog.records) == 1
+    assert "/proc/helicore is not used" in caplog.text
+
+
+class Swapped:
+    """A match whose blocks are in the wrong order."""
+
+    def __init__(self, match: kv.PrefixMatch) -> None:
+        self.blocks = match.blocks[::-1]
+
+
+def test_wrong_pages_from_the_disk_would_be_noticed(tmp_path: Path) -> None:
+    """The negative control of this file."""
+    run(tmp_path)
+    engine, _ = fake_engine(disk=tmp_path)
+    store = Store(engine, match=lambda *arguments: Swapped(store.real.match(*arguments)))
     engine.add_request("one", PROMPT, GREEDY)
     updates = drain(engine)["one", 0]
     assert updates[-1].finish_reason == "abort"
