@@ -116,7 +116,7 @@ def nudge(folder: Path, name: str) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors[name] = tensors[name] * 2
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     size = path.stat().st_size
     path.unlink()  # a model may have it mapped

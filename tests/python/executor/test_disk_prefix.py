@@ -108,8 +108,8 @@ def test_without_prefix_caching_the_folder_is_not_touched(tmp_path: Path) -> Non
 
 def test_settings_that_do_not_change_rows_keep_the_store(tmp_path: Path) -> None:
     run(tmp_path)
-    options = {"num_pages": 40, "max_num_seqs": 3, "seed": 5, "eos_token_id": 9, "disk_pages": 99}
-    assert run(tmp_path, **options)[1] == 96
+    assert run(tmp_path, num_pages=40, max_num_seqs=3, seed=5, eos_token_id=9)[1] == 96
+    assert run(tmp_path, disk_pages=99)[1] == 96
 
 
 def test_another_model_empties_the_store_and_says_so(
@@ -340,7 +340,9 @@ def test_wrong_pages_from_the_disk_would_be_noticed(tmp_path: Path) -> None:
     """The negative control of this file."""
     run(tmp_path)
     engine, _ = fake_engine(disk=tmp_path)
-    store = Store(engine, match=lambda *arguments: Swapped(store.real.match(*arguments)))
+    store = Store(engine)
+    real = store.real
+    vars(store)["match"] = lambda *arguments: Swapped(real.match(*arguments))
     engine.add_request("one", PROMPT, GREEDY)
     updates = drain(engine)["one", 0]
     assert updates[-1].finish_reason == "abort"
