@@ -151,11 +151,6 @@ class DiskPrefixes:
             store.flush()
             store.close()
 
-    @property
-    def stats(self) -> kv.PrefixStoreStats | None:
-        """Of the store; None when there is none."""
-        return None if self._store is None else self._store.stats()
-
     # --- helpers -----------------------------------------------------------------------------
 
     def _open_store(self, stamp: bytes, *, is_clearing: bool = False) -> kv.PrefixStore | None:
@@ -251,7 +246,10 @@ class DiskPrefixes:
         stats = self._store.stats()
         reason = stats.disabled_reason or stats.read_only_reason
         self._takes_pages = not reason
-        self._report(reason or f"has failed: {stats.num_corrupt} pages were damaged")
+        if reason:
+            self._report(f"takes no more pages: {reason}")
+        else:
+            self._report(f"failed: {stats.num_corrupt} pages damaged, {stats.num_io_errors} errors")
 
     def _report(self, trouble: str) -> None:
         if not self._is_reported:

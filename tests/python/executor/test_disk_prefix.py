@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +306,36 @@ def test_pages_that_cannot_be_read_are_computed(tmp_path: Path, status: kv.Block
 
     store = Store(engine, wait=wait)
     assert ask(engine, PROMPT) == 32
+    engine.close()
+
+
+def test_a_store_that_became_read_only_is_read_but_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path)
+    engine, _ = fake_engine(disk=tmp_path)
+    num_puts = 0
+
+    def put(*_: Any, **__: Any) -> int:
+        nonlocal num_puts
+        num_puts += 1
+        return num_puts
+
+    Store(
+        engine,
+        put=put,
+        poll=lambda token: [kv.BlockStatus.DISABLED],
+        stats=lambda: SimpleNamespace(disabled_reason="", read_only_reason="the disk is full"),
+    )
+    other = [*PROMPT[:96], *PROMPT[:40]]
+    with caplog.at_level(logging.WARNING, "helicore"):
+        assert ask(engine, other) == 96
+        assert num_puts == 1
+        assert ask(engine, PROMPT[::-1]) == 0
+    assert num_puts == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the disk store {tmp_path} takes no more pages: the disk is full (said once)"
+    ]
     engine.close()
 
 
