@@ -6,8 +6,11 @@ what it can't take is not kept, and the first trouble is one line in the log.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
+import os
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from helicore.config import FieldError
 
 _LOGGER = logging.getLogger("helicore")
 _QUEUE_BYTES = 64 << 20
+_ERRORS = (OSError, RuntimeError, MemoryError, ValueError)
 _FAILED = (kv.BlockStatus.IO_ERROR, kv.BlockStatus.CORRUPT, kv.BlockStatus.DISABLED)
 
 
@@ -69,6 +73,7 @@ class DiskPrefixes:
         self._is_reported = False
         self._takes_pages = True
         self._store = self._open_store(config.stamp)
+        _LIVE.add(self)
 
     # --- lanes -------------------------------------------------------------------------------
 
@@ -86,7 +91,12 @@ class DiskPrefixes:
         full = len(tokens) // self._page_size
         if self._store is None or not full:
             return num_matched
-        blocks = self._store.match(self._roots[lane], tokens[: full * self._page_size]).blocks
+        try:
+            match = self._store.match(self._roots[lane], tokens[: full * self._page_size])
+        except _ERRORS as error:
+            self._give_up(error)
+            return num_matched
+        blocks = match.blocks
         self._num_stored[lane] = len(blocks)
         first, kept = divmod(num_matched, self._page_size)
         if len(blocks) <= first:
@@ -117,13 +127,16 @@ class DiskPrefixes:
 
     def pump(self) -> None:
         """Collects what was written, and offers again what the queue had no room for."""
-        while self._puts and self._store is not None:
-            statuses = self._store.poll(self._puts[0])
-            if statuses is None:
-                break
-            self._puts.popleft()
-            self.bytes_written += statuses.count(kv.BlockStatus.OK) * self._block_bytes
-            self._look_at(statuses)
+        try:
+            while self._puts and self._store is not None:
+                statuses = self._store.poll(self._puts[0])
+                if statuses is None:
+                    break
+                self._puts.popleft()
+                self.bytes_written += statuses.count(kv.BlockStatus.OK) * self._block_bytes
+                self._look_at(statuses)
+        except _ERRORS as error:
+            self._give_up(error)
         for lane in list(self._pending):
             self._put(lane)
 
@@ -189,15 +202,17 @@ class DiskPrefixes:
         assert self._store is not None
         slots = self._block_table[lane, first : first + len(blocks)]
         kept = self._pages[slots[0]].copy() if is_partly_kept else None
-        reads = [
-            self._store.get(
-                blocks[begin:end], self._pages[slots[begin] : slots[begin] + end - begin]
-            )
-            for begin, end in _runs(slots)
-        ]
         statuses: list[kv.BlockStatus] = []
-        for read in reads:
-            statuses += [kv.BlockStatus.IO_ERROR] if read is None else self._store.wait(read)
+        try:
+            reads = [
+                self._store.get(blocks[begin:end], self._pages[slots[begin] :][: end - begin])
+                for begin, end in _runs(slots)
+            ]
+            for read in reads:
+                statuses += [kv.BlockStatus.IO_ERROR] if read is None else self._store.wait(read)
+        except _ERRORS as error:
+            self._give_up(error)
+            statuses = []
         good = 0
         while good < len(statuses) and statuses[good] == kv.BlockStatus.OK:
             good += 1
@@ -211,20 +226,23 @@ class DiskPrefixes:
     def _put(self, lane: int) -> None:
         """Offers the full pages of a lane that are not stored, as far as the queue has room."""
         self._pending.discard(lane)
-        if self._store is None or not self._takes_pages:
-            return
+        if self._store is not None and self._takes_pages:
+            try:
+                self._offer(lane, self._store)
+            except _ERRORS as error:
+                self._give_up(error)
+
+    def _offer(self, lane: int, store: kv.PrefixStore) -> None:
         page, root = self._page_size, self._roots[lane]
         end = self._num_committed[lane] // page
         stored = self._num_stored[lane]
         if stored is None:  # nothing was looked up when the lane was opened
-            stored = len(self._store.match(root, self._tokens[lane, : end * page]).blocks)
+            stored = len(store.match(root, self._tokens[lane, : end * page]).blocks)
         while stored < end:
             stop = min(end, stored + self._piece)
             slots = self._block_table[lane, stored:stop]
             tokens = self._tokens[lane, : stop * page]
-            put = self._store.put(
-                root, tokens, self._gather(slots), first_block=stored, block=False
-            )
+            put = store.put(root, tokens, self._gather(slots), first_block=stored, block=False)
             if put is None:
                 self._pending.add(lane)
                 break
@@ -251,10 +269,34 @@ class DiskPrefixes:
         else:
             self._report(f"failed: {stats.num_corrupt} pages damaged, {stats.num_io_errors} errors")
 
+    def _give_up(self, error: BaseException) -> None:
+        """Goes on without the store, which ends what is under way."""
+        self._report(f"is not used any more: {type(error).__name__}: {error}")
+        self._pending.clear()
+        self._puts.clear()
+        self._store = None
+
+    def leave_to_parent(self) -> None:
+        """After fork(), in the child: the threads that could end the store are not here."""
+        store, self._store = self._store, None
+        if store is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # never taken down
+
     def _report(self, trouble: str) -> None:
         if not self._is_reported:
             self._is_reported = True
             _LOGGER.warning("the disk store %s %s (said once)", self._config.path, trouble)
+
+
+_LIVE: weakref.WeakSet[DiskPrefixes] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for disk in list(_LIVE):
+        disk.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _runs(slots: NDArray[np.int32]) -> Iterator[tuple[int, int]]:

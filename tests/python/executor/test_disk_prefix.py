@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -337,6 +339,51 @@ def test_a_store_that_became_read_only_is_read_but_not_written(
         f"the disk store {tmp_path} takes no more pages: the disk is full (said once)"
     ]
     engine.close()
+
+
+@pytest.mark.parametrize("method", ["get", "wait", "put", "poll", "match"])
+def test_a_store_that_raises_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    run(tmp_path, PROMPT[:50])
+    engine, _ = fake_engine(disk=tmp_path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    Store(engine, **{method: fail})
+    with caplog.at_level(logging.WARNING, "helicore"):
+        ask(engine, PROMPT)
+        assert ask(engine, PROMPT[::-1]) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the disk store {tmp_path} is not used any more: RuntimeError: a bug (said once)"
+    ]
+    engine.close()
+
+
+def test_a_forked_child_ends_and_leaves_the_store_alone(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from executor.test_disk_prefix import PROMPT, ask, fake_engine\n"
+        "engine, _ = fake_engine(disk=Path(sys.argv[1]))\n"
+        "ask(engine, PROMPT)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    sys.exit(7)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "print(os.waitstatus_to_exitcode(status))\n"
+        "engine.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "7", done.stderr
+    assert run(tmp_path)[1] == 96
 
 
 def test_a_refused_read_is_computed(tmp_path: Path) -> None:
