@@ -26,7 +26,10 @@ COMMANDS: dict[str, list[str]] = {
     "mla": ["mla"],
 }
 TAKES_ROUNDS = frozenset({"throughput", "latency", "latency_b64", "kv", "mla"})
-ROUTINES: dict[str, str] = {"executor": "routines/executor.py"}
+ROUTINES: dict[str, str] = {
+    "executor": "routines/executor.py",
+    "disk_prefix": "routines/disk_prefix.py",
+}
 
 
 def command_of(name: str, out: Path, quick: bool) -> list[str]:

@@ -154,6 +154,13 @@ def _refuse_unserved(name: str, value: object, served: str) -> None:
     raise NotSupportedError(f"{name}={value!r} is not served by this version; use {served}")
 
 
+def _is_no_folder(path: Path) -> bool:
+    """True where the path or a part of it is something else; what is not there can be made."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return not path.is_dir()
+
+
 # --- the settings ----------------------------------------------------------------------------
 
 
@@ -187,10 +194,15 @@ class KVCacheConfig:
         above=0,
     )
     disk_path: str | None = _setting(
-        None, "Folder of the disk tier (not served yet).", env="HELICORE_DISK_PATH"
+        None,
+        "Folder that keeps cached prefixes beyond the process; made when it is not there.",
+        env="HELICORE_DISK_PATH",
     )
     disk_gb: float = _setting(
-        0, "Size of the disk tier in GiB (not served yet).", env="HELICORE_DISK_GB", minimum=0
+        0,
+        "Disk space for cached prefixes in GiB; goes with disk_path.",
+        env="HELICORE_DISK_GB",
+        minimum=0,
     )
     enable_prefix_caching: bool = _setting(
         True,
@@ -200,10 +212,17 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         _validate(self)
-        if self.disk_path is not None:
-            _refuse_unserved("disk_path", self.disk_path, "disk_path=None")
-        if self.disk_gb:
-            _refuse_unserved("disk_gb", self.disk_gb, "disk_gb=0")
+        if self.disk_path is None and self.disk_gb:
+            raise FieldError(
+                "disk_path",
+                f"disk_path must name a folder when disk_gb is {self.disk_gb}, got None",
+            )
+        if self.disk_path is not None and not self.disk_gb:
+            raise FieldError(
+                "disk_gb", f"disk_gb must be > 0 when disk_path is set, got {self.disk_gb}"
+            )
+        if self.disk_path is not None and _is_no_folder(Path(self.disk_path).expanduser()):
+            raise FieldError("disk_path", f"disk_path must be a folder, got {self.disk_path!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

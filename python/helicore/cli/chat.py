@@ -38,6 +38,8 @@ def chat(
     device: options.Device = "auto",
     num_threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
+    disk_path: options.DiskPath = None,
+    disk_gb: options.DiskGb = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -57,6 +59,8 @@ def chat(
         device=device,
         num_threads=num_threads,
         max_model_len=max_model_len,
+        disk_path=disk_path,
+        disk_gb=disk_gb,
         trust_remote_code=trust_remote_code,
     ) as llm:
         params = sampling.over(llm.get_default_sampling_params())

@@ -48,6 +48,12 @@ BlockSize: TypeAlias = Annotated[
 HostGb: TypeAlias = Annotated[
     float | None, _engine("--host-gb", help="Host memory for the KV cache in GiB.")
 ]
+DiskPath: TypeAlias = Annotated[
+    str | None, _engine("--disk-path", help="Folder that keeps cached prefixes; with --disk-gb.")
+]
+DiskGb: TypeAlias = Annotated[
+    float | None, _engine("--disk-gb", help="Disk space for cached prefixes in GiB.")
+]
 NoPrefixCaching: TypeAlias = Annotated[
     bool, _engine("--no-prefix-caching", help="Do not reuse cached prefixes between requests.")
 ]
@@ -97,6 +103,8 @@ def load_llm(
     *,
     block_size: int | None = None,
     host_gb: float | None = None,
+    disk_path: str | None = None,
+    disk_gb: float | None = None,
     no_prefix_caching: bool = False,
     quiet: bool = False,
     **arguments: Any,
@@ -105,10 +113,13 @@ def load_llm(
     from helicore.config import KVCacheConfig
 
     cache: dict[str, Any] = {"enable_prefix_caching": not no_prefix_caching}
-    if block_size is not None:
-        cache["block_size"] = block_size
-    if host_gb is not None:
-        cache["host_gb"] = host_gb
+    given = {
+        "block_size": block_size,
+        "host_gb": host_gb,
+        "disk_path": disk_path,
+        "disk_gb": disk_gb,
+    }
+    cache |= {name: value for name, value in given.items() if value is not None}
     with _status(f"loading {model}", quiet), plain_warnings():
         from helicore.llm import LLM
 

@@ -37,7 +37,12 @@ class EngineCounters:
     prefix_cache_queries: int = 0
     """Prompt tokens looked up in the prefix cache, by each sequence of a request."""
     prefix_cache_hits: int = 0
-    """Tokens found there."""
+    """Tokens found there, those on disk included."""
+    prefix_cache_hits_disk: int = 0
+    """Tokens that came from the disk, for recomputation after preemption too."""
+    disk_bytes_read: int = 0
+    disk_bytes_written: int = 0
+    """As of the last step; pages that were stored already do not count."""
     preemptions: int = 0
     finished_stop: int = 0
     finished_length: int = 0

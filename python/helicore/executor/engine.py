@@ -9,6 +9,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from helicore.executor.admission import ModelLimits, make_request
 from helicore.executor.batch import BatchBuilder, StepInputs, absorbed_rule
 from helicore.executor.counters import EngineCounters, Stopwatch
 from helicore.executor.detokenizer import Detokenizer
+from helicore.executor.disk_prefix import DiskConfig
+from helicore.executor.disk_stamp import checkpoint_digest, make_stamp, model_digest
 from helicore.executor.interrupts import INTERRUPTS, ProcessCheck, StateChange
 from helicore.executor.kv_pool import KVPool
 from helicore.executor.lanes import Lanes
@@ -58,9 +61,10 @@ class Engine:
         host_bytes(config.kv_cache.host_gb)  # before a model is loaded in vain
         _set_threads(config.num_threads)
         self.config = config
-        model = load(config) if model is None else model
+        is_given, model = model is not None, load(config) if model is None else model
         self.counters = EngineCounters()
         shape = PoolShape.fit(config, model)
+        disk = disk_config(config, model, shape, is_loaded=not is_given)
         self.limits = ModelLimits(
             vocab_size=model.config.vocab_size,
             max_model_len=shape.max_model_len,
@@ -71,7 +75,7 @@ class Engine:
         self._lanes = Lanes(
             config.scheduler.max_num_seqs, shape.max_model_len, self.limits.vocab_size
         )
-        self._pool = KVPool(shape)
+        self._pool = KVPool(shape, disk)
         self._scheduler = Scheduler(
             config.scheduler,
             self._lanes,
@@ -318,6 +322,12 @@ class Engine:
         counters.num_requests_waiting = self._scheduler.num_waiting
         counters.kv_pages_total = self._pool.num_pages
         counters.kv_pages_in_use = self._pool.num_pages - self._pool.available_pages()
+        disk = self._pool.disk
+        if disk is not None:
+            disk.pump()
+            counters.prefix_cache_hits_disk = disk.hit_tokens
+            counters.disk_bytes_read = disk.bytes_read
+            counters.disk_bytes_written = disk.bytes_written
 
 
 def _derived_seed(base: int, index: int) -> int:
@@ -332,6 +342,24 @@ def load(config: EngineConfig) -> CausalLM:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     return load_model(
         resolve_model(config.model), dtype=dtype, device="cpu", max_model_len=config.max_model_len
+    )
+
+
+def disk_config(
+    config: EngineConfig, model: CausalLM, shape: PoolShape, *, is_loaded: bool
+) -> DiskConfig | None:
+    """Where prefixes are kept; None when they are not, or not reused at all.
+
+    is_loaded: the model is the checkpoint that `config` names.
+    """
+    settings = config.kv_cache
+    if settings.disk_path is None or not settings.enable_prefix_caching:
+        return None
+    weights = checkpoint_digest(resolve_model(config.model)) if is_loaded else model_digest(model)
+    return DiskConfig(
+        path=Path(settings.disk_path).expanduser(),
+        num_bytes=int(settings.disk_gb * (1 << 30)),
+        stamp=make_stamp(config, model.config, shape, weights),
     )
 
 

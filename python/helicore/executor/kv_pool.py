@@ -1,4 +1,7 @@
-"""The executor's view of the KV cache manager: lanes in, pages out. Nothing else talks to it."""
+"""The executor's view of the KV cache: lanes in, pages out.
+
+Nothing else talks to the manager; the disk store behind it is the business of `disk_prefix`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helicore import kv
+from helicore._core import NotSupportedError
+from helicore.executor.disk_prefix import DiskConfig, DiskPrefixes
 from helicore.executor.pool_shape import PoolShape
 
 _ROLE = "latent"
@@ -23,7 +28,8 @@ class KVPool:
     find no room say so by their result and change nothing.
     """
 
-    def __init__(self, shape: PoolShape) -> None:
+    def __init__(self, shape: PoolShape, disk: DiskConfig | None = None) -> None:
+        """`disk`: where prefixes are kept beyond the process."""
         self.page_size = shape.page_size
         page_bytes = [w * shape.page_size * shape.dtype.itemsize for w in shape.row_widths]
         manager = kv.KVCacheManager(
@@ -44,6 +50,15 @@ class KVPool:
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
         """Per layer [pages, page_size, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
+        self.disk: DiskPrefixes | None = None
+        if disk is not None:
+            self.disk = DiskPrefixes(
+                disk,
+                self._slots(len(shape.row_widths)),
+                self.block_table,
+                shape.page_size,
+                shape.max_model_len,
+            )
 
     @property
     def _manager(self) -> kv.KVCacheManager:
@@ -65,7 +80,8 @@ class KVPool:
     ) -> int | None:
         """Opens the lane's cache with pages for num_tokens; how many of `tokens` it holds already.
 
-        None when there is no room for it and `headroom` more pages.
+        Waits for what the disk has of them. None when there is no room for it and `headroom` more
+        pages.
         """
         cache = self._manager.create_kv_cache(scope, tokens)
         row = self.block_table[lane]
@@ -73,6 +89,8 @@ class KVPool:
             cache.set_base_page_index_buf(0, _GROUP, row)
             if cache.resize(num_tokens) and self.available_pages() >= headroom:
                 self._lanes[lane] = cache
+                if self.disk is not None:
+                    self._read_disk(lane, cache, tokens, scope)
                 return int(cache.num_committed_tokens)
         cache.close()
         return None
@@ -85,6 +103,9 @@ class KVPool:
         """Declares the next tokens of lanes final; entries of block_table may change."""
         flat = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
         self._manager.commit_many(self._of(lanes), flat, [len(part) for part in tokens])
+        if self.disk is not None:
+            for lane, part in zip(lanes, tokens, strict=True):
+                self.disk.commit(lane, part)
 
     def release(self, lane: int, tokens: NDArray[np.int32]) -> None:
         """Commits the last tokens of a lane and gives its pages back; they stay reusable."""
@@ -92,23 +113,55 @@ class KVPool:
         self._lanes[lane] = None
         if len(tokens):
             cache.commit(tokens)
+            if self.disk is not None:
+                self.disk.commit(lane, tokens)
+        if self.disk is not None:
+            self.disk.leave(lane)
         cache.close()
 
     def clear(self) -> None:
-        """Forgets every cached prefix; no lane may be open."""
+        """Forgets every cached prefix, those on disk too; no lane may be open."""
         self._manager.clear_reusable_blocks()
+        if self.disk is not None:
+            self.disk.clear()
 
     def close(self) -> None:
         """Gives the memory back; lanes that are open are closed. Safe to call again."""
         manager, self._live_manager = self._live_manager, None
         if manager is None:
             return
+        disk, self.disk = self.disk, None
+        if disk is not None:
+            disk.close()
         for lane, cache in enumerate(self._lanes):
             if cache is not None:
                 cache.close()
                 self._lanes[lane] = None
         self.caches.clear()
         manager.shutdown()
+
+    def _read_disk(
+        self, lane: int, cache: kv.KVCache, tokens: NDArray[np.int32], scope: kv.ReuseScope | None
+    ) -> None:
+        """Takes what the disk holds beyond the tree into the lane and into the tree."""
+        assert self.disk is not None
+        matched = int(cache.num_committed_tokens)
+        found = self.disk.open(lane, tokens, scope, matched)
+        if found > matched:
+            cache.commit(tokens[matched:found])
+            self.disk.accept(lane, found)
+
+    def _slots(self, num_layers: int) -> NDArray[np.uint8]:
+        """uint8 [pages, bytes]: a page with all its layers, which share one slot."""
+        views = [self._manager.get_mem_pool_view(layer, _ROLE) for layer in range(num_layers)]
+        first = min(views, key=lambda view: view.ctypes.data)
+        num_bytes = first.strides[0]
+        for view in views:
+            offset = view.ctypes.data - first.ctypes.data
+            if view.strides[0] != num_bytes or offset + view.shape[1] > num_bytes:
+                raise NotSupportedError("disk_path needs layers with rows of one width")
+        shape = (len(first), num_bytes)
+        return np.lib.stride_tricks.as_strided(first, shape, (num_bytes, 1))
 
     def _of(self, lanes: Sequence[int]) -> list[kv.KVCache]:
         caches = [self._lanes[lane] for lane in lanes]

@@ -44,6 +44,9 @@ With one level ``suspend`` keeps the pages: to give memory back, ``close`` (comm
 reusable) and create again.
 "No room" is ``False`` plus ``cache.last_failure`` (a ``NoRoom``); misuse raises ``ValueError`` or
 ``LogicError``.
+
+``PrefixStore`` keeps blocks on disk beyond the process: ``put`` full blocks under
+``get_root_key(scope)``; later ``match`` a prompt and ``get`` its blocks into free pages.
 """
 
 from helicore._core.kv import (
@@ -56,6 +59,8 @@ from helicore._core.kv import (
     PRIORITY_MIN,
     AttentionLayerConfig,
     BatchDesc,
+    BlockRef,
+    BlockStatus,
     BufferConfig,
     BufferId,
     CacheDomain,
@@ -67,6 +72,7 @@ from helicore._core.kv import (
     EventKind,
     GpuCacheTierConfig,
     HostCacheTierConfig,
+    IoBackend,
     KVCache,
     KVCacheDesc,
     KVCacheManager,
@@ -76,6 +82,7 @@ from helicore._core.kv import (
     LayerType,
     LogicError,
     NoRoom,
+    OnMismatch,
     OutOfPagesError,
     PageIndexConverter,
     PageIndexMode,
@@ -83,11 +90,16 @@ from helicore._core.kv import (
     PoolDesc,
     PoolGroupDesc,
     PoolGroupStatistics,
+    PrefixMatch,
+    PrefixStore,
+    PrefixStoreStats,
     ResourceBusyError,
     ReuseScope,
     SlotDescVariant,
     SsmLayerConfig,
     SwaScratchReuseConfig,
+    SyncPolicy,
+    get_root_key,
 )
 
 _KVCache = KVCache
@@ -102,6 +114,8 @@ __all__ = [
     "PRIORITY_MIN",
     "AttentionLayerConfig",
     "BatchDesc",
+    "BlockRef",
+    "BlockStatus",
     "BufferConfig",
     "BufferId",
     "CacheDomain",
@@ -113,6 +127,7 @@ __all__ = [
     "EventKind",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
+    "IoBackend",
     "KVCache",
     "KVCacheDesc",
     "KVCacheManager",
@@ -122,6 +137,7 @@ __all__ = [
     "LayerType",
     "LogicError",
     "NoRoom",
+    "OnMismatch",
     "OutOfPagesError",
     "PageIndexConverter",
     "PageIndexMode",
@@ -129,9 +145,14 @@ __all__ = [
     "PoolDesc",
     "PoolGroupDesc",
     "PoolGroupStatistics",
+    "PrefixMatch",
+    "PrefixStore",
+    "PrefixStoreStats",
     "ResourceBusyError",
     "ReuseScope",
     "SlotDescVariant",
     "SsmLayerConfig",
     "SwaScratchReuseConfig",
+    "SyncPolicy",
+    "get_root_key",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,14 @@ class FakeModel:
         self.last_batch: ForwardBatch | None = None
         self.broken_token: int | None = None
         """A token that makes the whole call fail."""
+        self.weight = torch.zeros(1)
+        """What tells two models apart."""
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return [("weight", self.weight)]
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        return []
 
     def kv_layers(self, config: ModelConfig, dtype: torch.dtype) -> list[int]:
         return [ROW] * NUM_LAYERS
@@ -158,6 +167,9 @@ def fake_engine(
     enable_prefix_caching: bool = True,
     max_concurrent_prefills: int = 8,
     seed: int = 0,
+    weight: float = 0,
+    disk: Path | None = None,
+    disk_pages: int = 256,
     **overrides: Any,
 ) -> tuple[Engine, FakeModel]:
     """An engine over a FakeModel with a pool of num_pages pages (more for tiny pages)."""
@@ -169,6 +181,8 @@ def fake_engine(
             block_size=block_size,
             host_gb=num_pages * page_bytes / 2**30,
             enable_prefix_caching=enable_prefix_caching,
+            disk_path=None if disk is None else str(disk),
+            disk_gb=0 if disk is None else disk_pages * page_bytes / 2**30,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -177,4 +191,5 @@ def fake_engine(
         ),
     )
     model = FakeModel(**overrides)
+    model.weight.fill_(weight)
     return Engine(config, model=model), model  # type: ignore[arg-type]

@@ -62,6 +62,10 @@ def test_there_are_integer_and_size_settings_to_test() -> None:
         (lambda: KVCacheConfig(dtype="int4"), "dtype"),
         (lambda: KVCacheConfig(block_size=24), "block_size"),
         (lambda: KVCacheConfig(host_gb=0), "host_gb"),
+        (lambda: KVCacheConfig(disk_path="/nowhere"), "disk_gb"),
+        (lambda: KVCacheConfig(disk_gb=1), "disk_path"),
+        (lambda: KVCacheConfig(disk_path=__file__, disk_gb=1), "disk_path"),
+        (lambda: KVCacheConfig(disk_path=f"{__file__}/below", disk_gb=1), "disk_path"),
         (lambda: KVCacheConfig(enable_prefix_caching=1), "enable_prefix_caching"),  # type: ignore[arg-type]
         (lambda: EngineConfig(model=""), "model"),
         (lambda: EngineConfig(model=None), "model"),  # type: ignore[arg-type]
@@ -91,8 +95,6 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, field: str) 
         (lambda: EngineConfig(speculative=SpeculativeConfig("mtp", 2)), "speculative"),
         (lambda: KVCacheConfig(dtype="fp8"), "dtype"),
         (lambda: KVCacheConfig(dtype="nvfp4"), "dtype"),
-        (lambda: KVCacheConfig(disk_path="/nowhere"), "disk_path"),
-        (lambda: KVCacheConfig(disk_gb=1), "disk_gb"),
         (lambda: EngineConfig(kv_cache=KVCacheConfig(gpu_gb=1)), "gpu_gb"),
     ],
 )

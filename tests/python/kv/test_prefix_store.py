@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helicore._core import kv
+from helicore import kv
 from numpy.typing import NDArray
 
 TPB = 16
@@ -103,7 +103,7 @@ def test_a_damaged_block_is_reported_and_forgotten(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_a_usable_store(tmp_path: Path) -> None:
     script = f"""
 import numpy as np
-from helicore._core import kv
+from helicore import kv
 store = kv.PrefixStore({str(tmp_path)!r}, capacity_bytes=8 * 8192, block_bytes={BLOCK},
                        tokens_per_block={TPB}, stamp=bytes.fromhex({STAMP.hex()!r}))
 root = kv.get_root_key()
