@@ -298,7 +298,8 @@ class Engine:
         self._check_usable()
         if self._scheduler.num_running:
             return False
-        self._pool.clear()
+        with INTERRUPTS, self._change:
+            self._pool.clear()
         return True
 
     def _add_sequences(self, request: Request) -> None:
