@@ -10,9 +10,12 @@ namespace helicore::kv {
 namespace {
 
 constexpr const char* kWhere = "kv.config";
+constexpr int64_t kMaxBytes = int64_t{1}
+                              << 56;  // far above any machine; sums of it do not overflow
 
 void check_quota(const char* type, int64_t quota) {
-  HELICORE_CHECK(quota > 0, kWhere, type, ".quota must be > 0 bytes, got ", quota);
+  HELICORE_CHECK(quota > 0 && quota <= kMaxBytes, kWhere, type, ".quota must be in 1..", kMaxBytes,
+                 " bytes, got ", quota);
 }
 
 void check_buffers(int32_t layer_id, const std::vector<BufferConfig>& buffers) {
@@ -59,8 +62,8 @@ const std::vector<BufferConfig>& buffers_of(const LayerConfig& config) noexcept 
 
 void BufferConfig::validate() const {
   HELICORE_CHECK(!role.empty(), kWhere, "BufferConfig.role must not be empty");
-  HELICORE_CHECK(size > 0, kWhere, "BufferConfig.size must be > 0 bytes, got ", size, " for role '",
-                 role, "'");
+  HELICORE_CHECK(size > 0 && size <= kMaxBytes >> 16, kWhere, "BufferConfig.size must be in 1..",
+                 kMaxBytes >> 16, " bytes, got ", size, " for role '", role, "'");
   HELICORE_CHECK(!tokens_per_block_override || *tokens_per_block_override > 0, kWhere,
                  "BufferConfig.tokens_per_block_override must be > 0, got ",
                  *tokens_per_block_override, " for role '", role, "'");

@@ -267,10 +267,7 @@ void KVCache::suspend_locked() {
   for (IndexTable& table : tables_) {
     std::fill_n(table.data, static_cast<size_t>(num_blocks_), kBadPageIndex);
     if (!table.is_external) continue;
-    table.is_external = false;
-    table.own.assign(static_cast<size_t>(num_blocks_), kBadPageIndex);
-    table.data = table.own.data();
-    table.capacity = table.own.size();
+    table.move_to_own(static_cast<size_t>(num_blocks_), 0);
   }
   max_blocks_ = INT32_MAX;
   status_ = CacheStatus::kSuspended;
@@ -353,7 +350,10 @@ void KVCache::close_locked() {
   tail_node_ = kNoNode;
   if (is_active()) --state_->num_active;
   status_ = CacheStatus::kClosed;
-  for (IndexTable& table : tables_) table = IndexTable{};
+  for (IndexTable& table : tables_) {
+    table.data = table.own.data();
+    table.is_external = false;
+  }
   unregister();
 }
 
@@ -368,10 +368,24 @@ void KVCache::reserve_tables(int32_t num_blocks) {
   const auto needed = static_cast<size_t>(num_blocks);
   for (IndexTable& table : tables_) {
     if (table.is_external || needed <= table.capacity) continue;
-    table.own.resize(std::max(needed, table.capacity + table.capacity / 2 + 4), kBadPageIndex);
-    table.data = table.own.data();
-    table.capacity = table.own.size();
+    table.move_to_own(std::max(needed, table.capacity + table.capacity / 2 + 4), table.capacity);
   }
+}
+
+void KVCache::IndexTable::move_to_own(size_t size, size_t count) {
+  if (size > own.size()) {
+    std::vector<int32_t> grown(size, kBadPageIndex);
+    retired.reserve(retired.size() + 1);
+    if (count > 0) std::copy_n(data, count, grown.data());
+    if (!own.empty()) retired.push_back(std::move(own));
+    own = std::move(grown);
+  } else {
+    if (count > 0 && data != own.data()) std::copy_n(data, count, own.data());
+    std::fill(own.begin() + static_cast<std::ptrdiff_t>(count), own.end(), kBadPageIndex);
+  }
+  data = own.data();
+  capacity = own.size();
+  is_external = false;
 }
 
 bool KVCache::fail(const NoRoom& reason, uint64_t& counter) noexcept {
@@ -408,10 +422,7 @@ void KVCache::set_base_page_index_buf(int beam, LifeCycleId group,
     entry.capacity = row->size();
     entry.is_external = true;
   } else if (entry.is_external) {
-    entry.own.assign(entry.data, entry.data + count);
-    entry.data = entry.own.data();
-    entry.capacity = entry.own.size();
-    entry.is_external = false;
+    entry.move_to_own(count, count);
   }
   max_blocks_ = INT32_MAX;
   for (const IndexTable& each : tables_) {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -354,3 +356,45 @@ def test_init_config_is_an_equal_copy(manager: kv.KVCacheManager) -> None:
     assert manager.init_config == make_config()
     assert manager.tokens_per_block == TPB
     assert manager.get_quota() >= TPB * ROW * 2 * 64
+
+
+def test_a_view_of_page_indices_that_is_out_of_date_never_reads_freed_memory() -> None:
+    manager = kv.KVCacheManager(make_config(num_blocks=2_000))
+    cache = manager.create_kv_cache()
+    assert cache.resume()
+    views = []
+    for capacity in (100, 400, 1_600, 6_400):
+        assert cache.resize(capacity)
+        views.append(cache.get_base_page_indices(0))
+    shown = [view.tolist() for view in views]
+    assert all(old == new[: len(old)] for old, new in pairwise(shown))
+    cache.close()
+    assert [view.tolist() for view in views] == shown
+
+
+@pytest.mark.parametrize("row", [np.zeros(8, np.int64), np.zeros(16, np.int32)[::2]])
+def test_a_page_table_row_of_another_type_or_stride_is_refused(
+    manager: kv.KVCacheManager, row: Any
+) -> None:
+    cache = manager.create_kv_cache()
+    assert cache.resume()
+    with pytest.raises(TypeError):
+        cache.set_base_page_index_buf(0, 0, row)
+
+
+def test_sizes_that_overflow_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"quota must be in 1\.\."):
+        kv.KVCacheManager(
+            kv.KVCacheManagerConfig(
+                tokens_per_block=TPB,
+                cache_tiers=[kv.HostCacheTierConfig(2**63 - 1)],
+                layers=[kv.AttentionLayerConfig(0, [kv.BufferConfig("latent", 64)])],
+            )
+        )
+    with pytest.raises(ValueError, match=r"BufferConfig\.size must be in 1\.\."):
+        make = kv.AttentionLayerConfig(0, [kv.BufferConfig("latent", 2**63 - 1)])
+        kv.KVCacheManager(
+            kv.KVCacheManagerConfig(
+                tokens_per_block=TPB, cache_tiers=[kv.HostCacheTierConfig(1 << 20)], layers=[make]
+            )
+        )
