@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from helicore.sampling_params import describe
+from helicore.checking import describe
 
 Message: TypeAlias = Mapping[str, Any]
 """{"role": str, "content": str | list of {"type": "text", "text": str}, ...}."""

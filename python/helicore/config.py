@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from helicore._core import NotSupportedError
-from helicore.sampling_params import describe
+from helicore.checking import describe
 
 _INT32_MAX = 2**31 - 1
 _TRUE = frozenset({"1", "true", "yes", "on"})

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from helicore.checking import describe
 from helicore.config import (
     EngineConfig,
     KVCacheConfig,
@@ -21,7 +22,7 @@ from helicore.generation import CompletionStream, EngineLike, RequestRunner, Req
 from helicore.model_path import resolve_model
 from helicore.outputs import RequestOutput
 from helicore.prompts import PreparedRequest, Prompt, as_list, expand_params, prepare
-from helicore.sampling_params import SamplingParams, describe
+from helicore.sampling_params import SamplingParams
 from helicore.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from helicore.sampling_params import SamplingParams, check_integer, describe, is_boolean
+from helicore.checking import check_integer, describe, is_boolean
+from helicore.sampling_params import SamplingParams
 from helicore.tokenizer import Tokenizer
 
 

@@ -8,10 +8,11 @@ the model (vocabulary, context length) happen when a request is added: see `chec
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from helicore.checking import check_integer, describe, is_boolean
 
 MAX_N = 4096
 MAX_SEED = 2**63 - 1
@@ -19,39 +20,6 @@ MAX_COUNT = 2**31 - 1
 MAX_LOGIT_BIAS = 100.0
 MIN_NORMAL = 2.0**-126
 """The smallest normal number of float32, in which kernels compute."""
-
-
-def describe(value: object) -> str:
-    """A value as error messages show it: its repr, shortened, and its type unless it is plain."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer too long to print, or an object whose repr is broken
-        big = isinstance(value, int)
-        return f"an integer of {value.bit_length()} bits" if big else f"a {type(value).__name__}"  # type: ignore[attr-defined]
-    if len(text) > 80:
-        text = text[:77] + "..."
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return text
-    return f"{text} ({type(value).__name__})"
-
-
-def is_boolean(value: object) -> bool:
-    """Of Python, numpy or torch: an integer to them, never to a user."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-
-
-def check_integer(field: str, value: object, low: int, high: int, note: str = "") -> int:
-    """`value` as an int in [low, high]; ValueError that starts with `field` where it is not one."""
-    # numpy integers are welcome.
-    try:
-        if is_boolean(value):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{field} must be an integer, got {describe(value)}") from None
-    if not low <= number <= high:
-        raise ValueError(f"{field} must be in [{low}, {high}]{note}, got {describe(value)}")
-    return number
 
 
 def _number(field: str, value: object, allowed: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from helicore.chat_template import ChatTemplate, Message, check_messages
-from helicore.sampling_params import describe
+from helicore.checking import describe
 
 _CONFIG = "tokenizer_config.json"
 _DEFAULT_TEMPLATE = "default"

@@ -26,6 +26,7 @@ MODULE_RANK = {
     "_version": 0,
     "_core": 0,
     "_requirements": 0,
+    "checking": 0,
     "kv": 1,
     "ops": 1,
     "comm": 1,

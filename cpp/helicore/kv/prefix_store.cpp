@@ -214,7 +214,7 @@ PrefixStore::Impl::Job PrefixStore::Impl::make_job(const PutBlock& block, const 
       at += bytes.size();
     }
     // With what pads the slot, so that a direct write ends on a boundary.
-    job.pages = {{job.buffer.data(), slot_bytes_}};
+    job.pages.push_back({job.buffer.data(), slot_bytes_});
   }
   const IoBuffer block_only{job.buffer.data(), config_.block_bytes};
   job.record.data_crc = job.buffer ? store::crc_of({&block_only, 1}) : store::crc_of(job.pages);

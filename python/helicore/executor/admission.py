@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from helicore.checking import describe
 from helicore.config import FieldError
 from helicore.executor.detokenizer import Detokenizer
 from helicore.executor.sequence import Request
 from helicore.kv import ReuseScope
-from helicore.sampling_params import SamplingParams, describe
+from helicore.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
