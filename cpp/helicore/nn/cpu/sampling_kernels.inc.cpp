@@ -1,4 +1,5 @@
 // Passes over one row of logits.
+#include <array>
 #include <cstdint>
 
 #include "helicore/core/cpu/simd.h"
@@ -24,11 +25,16 @@ bool contains(const float* row, int64_t size, float value) {
   return found != 0;
 }
 
+// The next 16 values of a row that has `left` more; lanes past its end are -inf.
 VF load_or_low(const float* row, int64_t left) {
-  if (left >= 16) return load(row);
-  float t[16];
-  for (int i = 0; i < 16; ++i) t[i] = i < left ? row[i] : -kInfinity;
-  return load(t);
+  if (left >= kLanes) return load(row);
+  static constexpr auto kBounds = [] {
+    std::array<float, 2 * kLanes> bounds{};
+    for (int i = 0; i < 2 * kLanes; ++i) bounds[i] = i < kLanes ? kInfinity : -kInfinity;
+    return bounds;
+  }();
+  const int kept = static_cast<int>(left);
+  return min(load_n(row, kept), load(kBounds.data() + kLanes - kept));
 }
 
 }  // namespace
