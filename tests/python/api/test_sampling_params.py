@@ -111,9 +111,12 @@ def test_defaults_are_those_that_users_know() -> None:
 
 
 def test_edge_values_are_accepted() -> None:
-    SamplingParams(n=1, temperature=0, top_p=1, top_k=1, min_p=1, seed=0, max_tokens=1)
-    SamplingParams(seed=2**63 - 1, max_tokens=None, min_tokens=2**31 - 1, logprobs=-1)
-    SamplingParams(logprobs=0, prompt_logprobs=0, presence_penalty=-2, frequency_penalty=2)
+    low = SamplingParams(n=1, temperature=0, top_p=1, top_k=1, min_p=1, seed=0, max_tokens=1)
+    assert (low.temperature, low.seed, low.max_tokens) == (0, 0, 1)
+    high = SamplingParams(seed=2**63 - 1, max_tokens=None, min_tokens=2**31 - 1, logprobs=-1)
+    assert (high.seed, high.max_tokens, high.min_tokens) == (2**63 - 1, None, 2**31 - 1)
+    wide = SamplingParams(logprobs=0, prompt_logprobs=0, presence_penalty=-2, frequency_penalty=2)
+    assert (wide.logprobs, wide.presence_penalty, wide.frequency_penalty) == (0, -2, 2)
 
 
 def test_values_are_stored_in_one_form() -> None:
