@@ -73,7 +73,9 @@ struct NoRoom {
   int64_t needed = 0;             // slots that the call needed
   int64_t free = 0;               // slots that nobody used
   int64_t evictable = 0;          // slots that eviction could have freed
+  int64_t pending = 0;            // slots that become free when a step of the caller's is done
   bool over_utilisation = false;  // refused by max_util_for_resume rather than by the count
+  bool data_lost = false;         // a page could not be read back: the cache can only be closed
   friend bool operator==(const NoRoom&, const NoRoom&) = default;
 };
 
