@@ -58,6 +58,7 @@ struct AttentionLayerConfig {
   std::optional<int32_t> sliding_window_size = std::nullopt;
   std::optional<int32_t> num_sink_tokens = std::nullopt;  // >= 0; > 0 needs a window
   CacheDomain cache_domain = CacheDomain::kTarget;
+  ReusePolicy reuse_policy = ReusePolicy::kRequired;
   void validate() const;
   friend bool operator==(const AttentionLayerConfig&, const AttentionLayerConfig&) = default;
 };

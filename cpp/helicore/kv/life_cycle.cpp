@@ -22,7 +22,8 @@ LifeCycle life_cycle_of(const LayerConfig& layer, int32_t tokens_per_block) noex
   return {.kind = LayerType::kAttention,
           .domain = attention->cache_domain,
           .window = attention->sliding_window_size,
-          .num_sink_blocks = ceil_div(attention->num_sink_tokens.value_or(0), tokens_per_block)};
+          .num_sink_blocks = ceil_div(attention->num_sink_tokens.value_or(0), tokens_per_block),
+          .policy = attention->reuse_policy};
 }
 
 LifeCycleRegistry::LifeCycleRegistry(const KVCacheManagerConfig& config) {
@@ -40,7 +41,8 @@ bool LifeCycleRegistry::contains(const LifeCycle& life_cycle) const noexcept {
 LifeCycleId LifeCycleRegistry::id_of(const LifeCycle& life_cycle) const {
   const auto it = std::find(life_cycles_.begin(), life_cycles_.end(), life_cycle);
   HELICORE_CHECK(it != life_cycles_.end(), "kv.life_cycle", "unknown life cycle (domain ",
-                 name_of(life_cycle.domain), ", window ", life_cycle.window.value_or(-1), ")");
+                 name_of(life_cycle.domain), ", window ", life_cycle.window.value_or(-1),
+                 ", policy ", name_of(life_cycle.policy), ")");
   return LifeCycleId(static_cast<int32_t>(it - life_cycles_.begin()));
 }
 

@@ -18,6 +18,7 @@ struct LifeCycle {
   CacheDomain domain = CacheDomain::kTarget;
   std::optional<int32_t> window = std::nullopt;  // tokens; none is full attention
   int32_t num_sink_blocks = 0;                   // ceil(sinks / tokens_per_block)
+  ReusePolicy policy = ReusePolicy::kRequired;   // REQUIRED for SSM
 
   // The blocks [begin, end) that no later step reads once `history_length` tokens are history. A
   // window w keeps tokens [history + 1 - w, history]: the one in flight at `history` attends to w

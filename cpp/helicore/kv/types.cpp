@@ -32,6 +32,18 @@ std::string_view name_of(CacheStatus status) noexcept {
   return "unknown";
 }
 
+std::string_view name_of(ReusePolicy policy) noexcept {
+  switch (policy) {
+    case ReusePolicy::kRequired:
+      return "REQUIRED";
+    case ReusePolicy::kPrivate:
+      return "PRIVATE";
+    case ReusePolicy::kOptional:
+      return "OPTIONAL";
+  }
+  return "unknown";
+}
+
 void ReuseScope::validate() const {
   HELICORE_CHECK(!lora_id || *lora_id >= 0, "kv.ReuseScope", "lora_id must be >= 0, got ",
                  *lora_id);

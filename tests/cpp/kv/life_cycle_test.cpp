@@ -73,6 +73,23 @@ TEST(LifeCycle, layers_share_a_life_cycle_exactly_when_their_keys_are_equal) {
   EXPECT_THROW((void)registry.id_of(LifeCycle{.window = 7}), InvalidArgument);
 }
 
+TEST(LifeCycle, layers_of_unequal_reuse_policy_do_not_share_a_life_cycle) {
+  KVCacheManagerConfig config = attention_config(4, 8);
+  AttentionLayerConfig layer{.layer_id = 0, .buffers = {{"k", 64}}};
+  config.layers = {layer};
+  for (ReusePolicy policy : {ReusePolicy::kOptional, ReusePolicy::kPrivate}) {
+    ++layer.layer_id;
+    layer.reuse_policy = policy;
+    config.layers.push_back(layer);
+  }
+  const LifeCycleRegistry registry(config);
+  ASSERT_EQ(registry.count(), 3u);
+  EXPECT_EQ(registry[registry.of_layer(0)].policy, ReusePolicy::kRequired);
+  EXPECT_EQ(registry[registry.of_layer(1)].policy, ReusePolicy::kOptional);
+  EXPECT_EQ(registry[registry.of_layer(2)].policy, ReusePolicy::kPrivate);
+  EXPECT_EQ(name_of(ReusePolicy::kOptional), "OPTIONAL");
+}
+
 TEST(LifeCycle, recurrent_layers_share_one_life_cycle_of_the_target) {
   KVCacheManagerConfig config = attention_config(4, 8);
   config.layers = {SsmLayerConfig{0, {{"s", 64}}}, AttentionLayerConfig{1, {{"k", 64}}},
