@@ -20,7 +20,7 @@ struct Bench {
         registry(config),
         layout(config, registry),
         store(layout, TypedVec<PoolGroupId, int32_t>(1, num_slots)),
-        tree(store, 1, tokens_per_block),
+        tree(store, registry, tokens_per_block),
         root(tree.find_or_create_root({})) {
     tree.pin(root);
   }
@@ -32,7 +32,7 @@ struct Bench {
     return result;
   }
   int32_t match(const std::vector<TokenId>& tokens, bool partial = true) {
-    return tree.match(root, tokens, partial, nullptr);
+    return tree.match(root, tokens, {.partial = partial}, nullptr).num_tokens;
   }
   KVCacheManagerConfig config;
   LifeCycleRegistry registry;
@@ -52,7 +52,7 @@ TEST(RadixTree, finds_what_was_inserted_and_the_longest_common_prefix) {
   EXPECT_EQ(b.match({1, 2, 3}), 3);
   EXPECT_EQ(b.match({2}), 0);
   EXPECT_EQ(b.match({}), 0);
-  EXPECT_EQ(b.tree.match(kNoNode, iota_tokens(4), true, nullptr), 0);
+  EXPECT_EQ(b.tree.match(kNoNode, iota_tokens(4), {}, nullptr).num_tokens, 0);
 }
 
 TEST(RadixTree, a_block_inserted_twice_is_one_node) {
