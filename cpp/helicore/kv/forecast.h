@@ -67,26 +67,31 @@ struct Shortage {
   friend bool operator==(const Shortage&, const Shortage&) = default;
 };
 
-// Slots of each group that a sequence holds, shared blocks left out, from each change to the next.
-struct SlotTimeline {
-  std::vector<int64_t> steps;     // ascending; the first is 0
-  std::vector<GroupSlots> slots;  // slots[i] holds in steps [steps[i], steps[i + 1])
-  [[nodiscard]] const GroupSlots& at(int64_t step) const;  // step >= 0
+// An integer that changes at some steps: values[i] holds in steps [steps[i], steps[i + 1]), the
+// last one for ever.
+struct StepFunction {
+  std::vector<int64_t> steps;  // ascending; the first is 0
+  std::vector<int64_t> values;
+  [[nodiscard]] int64_t at(int64_t step) const;  // step >= 0
+  friend bool operator==(const StepFunction&, const StepFunction&) = default;
 };
 
-// Ends with an entry of zeros. Throws InvalidArgument for a plan out of range.
+using SlotTimeline = TypedVec<PoolGroupId, StepFunction>;  // slots of each group
+
+// The slots that a sequence holds, shared blocks left out; 0 after its last step. Throws
+// InvalidArgument for a plan out of range.
 [[nodiscard]] SlotTimeline slots_over_time(const SequencePlan& plan, const ForecastShape& shape);
 
 // Immutable once made; any thread may ask it.
 class Forecast {
  public:
   // `available`: slots per group that are free or can be evicted at step 0, while every sequence of
-  // `running` holds what its step 0 needs.
+  // `running` holds what its step 0 needs. Throws InvalidArgument for a plan out of range.
   Forecast(const ForecastShape& shape, std::span<const SequencePlan> running,
            const GroupSlots& available);
 
-  // Free or evictable slots at a step >= 0; below 0 where the running sequences will be short.
-  [[nodiscard]] const GroupSlots& available_at(int64_t step) const { return available_.at(step); }
+  // Free or evictable slots over time; below 0 where the running sequences will be short.
+  [[nodiscard]] const SlotTimeline& available() const noexcept { return available_; }
   // The most slots beyond today's that the running sequences hold together at any of the steps
   // 0..num_steps: what must be free or evictable for them to get there. >= 0.
   [[nodiscard]] GroupSlots needed_within(int64_t num_steps) const;
