@@ -359,8 +359,7 @@ std::vector<int32_t> KVCache::aggregated_page_indices(LifeCycleId group, int bea
   const std::shared_lock lock(state_->mutex);
   for (int32_t b = 0; b < num_blocks_; ++b) {
     const PageHandle handle = page(b, static_cast<size_t>(group.value()));
-    const bool is_hot =
-        !handle.is_null() && state_->store.page(handle.id).level == kHotLevel;
+    const bool is_hot = !handle.is_null() && state_->store.page(handle.id).level == kHotLevel;
     if (is_hot) {
       slots.push_back(state_->store.page(handle.id).slot.value());
     } else if (!valid_only) {

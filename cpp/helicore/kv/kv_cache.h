@@ -122,6 +122,7 @@ class KVCache {
 
  private:
   friend class KVCacheManager;
+  friend struct ManagerState;
   friend struct Introspection;
 
   // A page table: its own memory or a row of the caller's. Memory that a view may show stays until
@@ -232,6 +233,7 @@ class KVCache {
   void release_block_locked(int32_t ordinal);
   void release_page(int32_t ordinal, size_t life_cycle);
   void release_state();
+  void look_for_lost_pages() noexcept;
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;

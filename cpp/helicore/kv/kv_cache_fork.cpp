@@ -37,10 +37,10 @@ void KVCache::check_rewind(const char* where, int32_t num_tokens) const {
     const int32_t end = std::min(now.end, ceil_div(num_tokens, tokens_per_block_));
     for (int32_t b = std::max(then.end, now.begin); b < end; ++b) {
       const PageHandle handle = page(b, lc);
-      HELICORE_CHECK(!handle.is_null() && (!is_active() || state_->store.page(handle.id).level ==
-                                                               kHotLevel),
-                     where, "num_tokens must not reach back behind what the window of layer group ",
-                     lc, " still has: block ", b, " is gone, got ", num_tokens);
+      HELICORE_CHECK(
+          !handle.is_null() && (!is_active() || state_->store.page(handle.id).level == kHotLevel),
+          where, "num_tokens must not reach back behind what the window of layer group ", lc,
+          " still has: block ", b, " is gone, got ", num_tokens);
     }
   }
 }
@@ -191,8 +191,7 @@ void KVCache::copy_blocks_locked(int32_t end) {
   replacements_.clear();
   const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
     replacements_.push_back({ordinal, lc, PageHandle()});
-    const PageHandle fresh =
-        store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
+    const PageHandle fresh = store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
     replacements_.back().fresh = fresh;
     if (!from.is_null()) store.copy_page(from, fresh, stream);
   };
@@ -228,8 +227,7 @@ void KVCache::copy_blocks_locked(int32_t end) {
 void KVCache::install_page(const Replacement& replacement) {
   PageStore& store = state_->store;
   const bool is_state = replacement.ordinal < 0;
-  PageHandle& place =
-      is_state ? state_page_ : page(replacement.ordinal, replacement.life_cycle);
+  PageHandle& place = is_state ? state_page_ : page(replacement.ordinal, replacement.life_cycle);
   wait_for(store.filled(replacement.fresh.id));
   if (!is_active()) {
     store.unlock(replacement.fresh, TimePoint());  // until the resume locks everything

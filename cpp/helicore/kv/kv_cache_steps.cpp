@@ -301,6 +301,13 @@ void KVCache::close_locked() {
   unregister();
 }
 
+void KVCache::look_for_lost_pages() noexcept {
+  const auto is_lost = [&](PageHandle handle) {
+    return !handle.is_null() && state_->store.page(handle.id).lost;
+  };
+  is_lost_ = is_lost_ || is_lost(state_page_) || std::any_of(pages_.begin(), pages_.end(), is_lost);
+}
+
 void KVCache::unregister() noexcept {
   std::vector<KVCache*>& caches = state_->caches;
   caches[registry_index_] = caches.back();

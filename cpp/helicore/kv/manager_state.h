@@ -67,7 +67,7 @@ struct ManagerState {
   bool is_shut_down = false;
   std::atomic<uint64_t> num_failures_seen{0};
   std::vector<NodeId> path_scratch;
-  std::vector<int32_t> need_scratch;   // slots per pool group
+  std::vector<int32_t> need_scratch;  // slots per pool group
   std::vector<PageId> pages_scratch;
   std::vector<PageHandle> handles_scratch;
   struct Fence {
@@ -83,7 +83,8 @@ struct ManagerState {
     return registry[LifeCycleId(static_cast<int32_t>(index))];
   }
   [[nodiscard]] size_t group_of(size_t life_cycle) const {
-    return static_cast<size_t>(layout.group_of(LifeCycleId(static_cast<int32_t>(life_cycle))).value());
+    return static_cast<size_t>(
+        layout.group_of(LifeCycleId(static_cast<int32_t>(life_cycle))).value());
   }
   [[nodiscard]] MatchRules match_rules() const noexcept;
   // The fullest group above max_util_for_resume, when other sequences are active.

@@ -200,9 +200,8 @@ int32_t Migrator::absorb(PoolGroupId group, int level) {
     const bool have = at < incoming.size();
     if (!have && resident == kNoPage) break;
     PageHandle leaving;
-    if (resident != kNoPage &&
-        (!have || EvictionQueue::rank(store_.page(resident)) <=
-                      EvictionQueue::rank(store_.page(incoming[at].id)))) {
+    if (resident != kNoPage && (!have || EvictionQueue::rank(store_.page(resident)) <=
+                                             EvictionQueue::rank(store_.page(incoming[at].id)))) {
       leaving = store_.pages().handle(resident);
       mark(resident);
       resident = next_victim(group, level, queue.after(store_.pages(), resident));

@@ -74,8 +74,8 @@ void PageStore::dequeue(PageId id) noexcept {
 
 void PageStore::requeue(PageId id) noexcept {
   const PageRecord& page = pages_[id];
-  const bool leaves = page.lock_count == 0 && (page.hold_count > 0 ? page.level != last_level()
-                                                                   : page.node != kNoNode);
+  const bool leaves = page.lock_count == 0 &&
+                      (page.hold_count > 0 ? page.level != last_level() : page.node != kNoNode);
   if (leaves == page.queued) return;
   if (leaves) {
     home(page).queue.push_back(pages_, id);
@@ -190,8 +190,7 @@ TimePoint PageStore::join(TimePoint a, TimePoint b) const {
 void PageStore::free_page(PageId id) {
   const PageRecord page = pages_[id];
   if (page.copy_slot.value() >= 0) drop_copy(id);
-  release_slot(page.level, PoolGroupId(page.pool_group), page.slot,
-               join(filled(id), last_use(id)));
+  release_slot(page.level, PoolGroupId(page.pool_group), page.slot, join(filled(id), last_use(id)));
   pages_.free(id);
 }
 

@@ -48,7 +48,8 @@ struct LevelSpec {
 // A page is queued, and may leave its level, exactly when nobody locks it and it is either
 // droppable or held on a level that has a colder one below. Held pages move, droppable ones move
 // and, on the last level, go. Content of a page is there once filled() is reached; its slot may be
-// written by the next owner once the slot's point is. Not thread-safe: the manager's lock guards it.
+// written by the next owner once the slot's point is. Not thread-safe: the manager's lock guards
+// it.
 class PageStore {
  public:
   // Throws OutOfMemory when the pools can't be had. `ssm` names the life cycle of snapshots.
@@ -146,6 +147,8 @@ class PageStore {
   };
   struct Group {
     explicit Group(int32_t num_slots) : slots(num_slots) {}
+    Group(Group&&) noexcept = default;
+    Group& operator=(Group&&) noexcept = default;
     SlotAllocator slots;
     EvictionQueue queue;
     std::vector<int64_t> piece_bytes;  // per pool

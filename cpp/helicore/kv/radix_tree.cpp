@@ -440,9 +440,11 @@ int64_t RadixTree::evict_until_free(PoolGroupId group, int32_t num_free) {
 
 int64_t RadixTree::evict_all() {
   int64_t removed = 0;
-  for (size_t g = 0; g < store_.num_groups(); ++g) {
-    const EvictionQueue& queue = store_.queue(PoolGroupId(static_cast<int32_t>(g)));
-    while (queue.count() > 0) removed += drop(queue.front());
+  for (int level = 0; level < store_.num_levels(); ++level) {
+    for (size_t g = 0; g < store_.num_groups(); ++g) {
+      const EvictionQueue& queue = store_.queue(PoolGroupId(static_cast<int32_t>(g)), level);
+      while (queue.count() > 0) removed += drop(queue.front());
+    }
   }
   return removed;
 }

@@ -82,6 +82,12 @@ class RadixTree {
     return search(parent, tokens).exact;
   }
 
+  // The child that begins with these tokens, or has just them; kNoNode when there is none.
+  [[nodiscard]] NodeId find_cover(NodeId parent, std::span<const TokenId> tokens) const noexcept {
+    const Search found = search(parent, tokens);
+    return found.exact != kNoNode ? found.exact : found.longer;
+  }
+
   // Makes room for `count` more nodes; the only step of insert() that can fail.
   void reserve_nodes(size_t count);
   // Shows `pages` (one per life cycle, held; null where there is none to show, always so for SSM

@@ -21,8 +21,9 @@ struct KVCacheStats {
   uint64_t committed_blocks = 0;
   uint64_t rebased_blocks = 0;  // committed blocks that another sequence had committed first
   uint64_t evicted_blocks = 0;
+  uint64_t lost_pages = 0;         // whose copies between levels failed
   uint64_t skipped_snapshots = 0;  // recurrent states that found no slot: less to reuse later
-  uint64_t copied_blocks = 0;  // private copies of blocks shared with the tree or with forks
+  uint64_t copied_blocks = 0;      // private copies of blocks shared with the tree or with forks
   uint64_t num_forks = 0;
   uint64_t failed_resizes = 0;
   uint64_t failed_resumes = 0;

@@ -56,9 +56,8 @@ void ReuseScope::validate() const {
 std::string describe(const NoRoom& reason) {
   return detail::concat("no room in pool group ", reason.pool_group, " (", name_of(reason.domain),
                         ", level ", reason.level, "): needed ", reason.needed, " slots, ",
-                        reason.free, " free, ", reason.evictable, " evictable and ",
-                        reason.pending, " pending",
-                        reason.over_utilisation ? ", above max_util_for_resume" : "",
+                        reason.free, " free, ", reason.evictable, " evictable and ", reason.pending,
+                        " pending", reason.over_utilisation ? ", above max_util_for_resume" : "",
                         reason.data_lost ? "; pages of the cache are lost, close it" : "");
 }
 
