@@ -169,7 +169,7 @@ void KVCache::check_intact(const char* where) const {
 bool KVCache::finish_waits(uint64_t& failure_counter) {
   if (!waits_.empty()) {
     CacheDevice& device = *state_->device;
-    const StreamHandle stream = stream_.value_or(0);
+    const StreamHandle stream = device_stream();
     const TimePoint own = device.record(stream);
     if (!own.is_none()) {
       std::erase_if(waits_, [&](TimePoint p) { return p.timeline() == own.timeline(); });
@@ -263,8 +263,13 @@ NodeId KVCache::shown_node(int32_t ordinal) const noexcept {
   return kNoNode;
 }
 
+StreamHandle KVCache::device_stream() const noexcept {
+  const StreamHandle stream = stream_.value_or(0);
+  return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
+}
+
 TimePoint KVCache::fence() const {
-  return is_active() ? state_->fence(stream_.value_or(0)) : TimePoint();
+  return is_active() ? state_->fence(device_stream()) : TimePoint();
 }
 
 void KVCache::wait_for(TimePoint point) {

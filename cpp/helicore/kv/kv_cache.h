@@ -9,6 +9,7 @@
 
 #include "helicore/core/typed_index.h"
 #include "helicore/core/types.h"
+#include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/timeline.h"
@@ -48,8 +49,9 @@ class KVCache {
 
   // SUSPENDED -> ACTIVE: locks the pages and fills the page tables. The first resume after a match
   // that ends inside a block copies that block into a private page. False when there is no room or,
-  // with other sequences active, a pool group is used above max_util_for_resume. `stream` is kept
-  // for device levels.
+  // with other sequences active, a pool group is used above max_util_for_resume. `stream` is the
+  // one whose work touches the pages from now on: a cudaStream_t as an integer, or a step stream;
+  // on the CPU any other number stands for work that is done when a call returns.
   [[nodiscard]] bool resume(std::optional<int64_t> stream = std::nullopt);
   // ACTIVE -> SUSPENDED: pages stay held (nothing else may take them), page tables read BAD,
   // caller-owned table rows are filled with BAD and let go.
@@ -239,6 +241,7 @@ class KVCache {
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
 
   // Order against the work of the cache's stream.
+  [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
   // Without the lock: the stream waits for what the last operation has started. False when data

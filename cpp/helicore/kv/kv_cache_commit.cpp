@@ -160,7 +160,7 @@ NodeId KVCache::insert_tail_copies() {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       if (!is_tail_copied(ordinal, lc)) continue;
       copies[lc] = state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
-      state.store.copy_page(page(ordinal, lc), copies[lc], stream_.value_or(0));
+      state.store.copy_page(page(ordinal, lc), copies[lc], device_stream());
     }
   } catch (...) {
     give_up();
@@ -201,7 +201,7 @@ bool KVCache::snapshot_state(bool may_move) {
     }
     if (!moves) {
       snapshot = state.store.allocate(*state.ssm, priority_);
-      state.store.copy_page(state_page_, snapshot, stream_.value_or(0));
+      state.store.copy_page(state_page_, snapshot, device_stream());
     }
     if (!is_aligned) node = moves ? tail_node_with_own_pages() : insert_tail_copies();
   } catch (const std::exception&) {  // the device refused: reuse is lost, nothing else

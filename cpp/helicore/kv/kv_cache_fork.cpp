@@ -187,7 +187,7 @@ bool KVCache::add_copies(int32_t end, std::span<int32_t> need) const {
 
 void KVCache::copy_blocks_locked(int32_t end) {
   PageStore& store = state_->store;
-  const StreamHandle stream = stream_.value_or(0);
+  const StreamHandle stream = device_stream();
   replacements_.clear();
   const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
     replacements_.push_back({ordinal, lc, PageHandle()});

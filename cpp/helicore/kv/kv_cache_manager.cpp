@@ -391,7 +391,9 @@ MigrationStats KVCacheManager::migration_stats() const {
 
 KVCacheStats KVCacheManager::stats() const {
   const std::shared_lock lock(state_->mutex);
-  return state_->stats;
+  KVCacheStats stats = state_->stats;
+  stats.evicted_blocks = static_cast<uint64_t>(state_->migration_stats.dropped_nodes);
+  return stats;
 }
 
 std::vector<KVEvent> KVCacheManager::drain_events(size_t max_events) {

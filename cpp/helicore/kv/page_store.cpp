@@ -147,9 +147,7 @@ void PageStore::detach(PageId id) {
   page.node = kNoNode;
   page.num_tokens = 0;
   if (page.copy_slot.value() >= 0) drop_copy(id);
-  if (page.hold_count > 0) return;
-  dequeue(id);
-  free_page(id);
+  if (page.hold_count == 0) free_page(id);
 }
 
 TimePoint PageStore::filled(PageId id) const noexcept {
@@ -188,6 +186,7 @@ TimePoint PageStore::join(TimePoint a, TimePoint b) const {
 }
 
 void PageStore::free_page(PageId id) {
+  dequeue(id);
   const PageRecord page = pages_[id];
   if (page.copy_slot.value() >= 0) drop_copy(id);
   release_slot(page.level, PoolGroupId(page.pool_group), page.slot, join(filled(id), last_use(id)));

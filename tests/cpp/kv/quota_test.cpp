@@ -54,11 +54,12 @@ TEST(Quota, constraints_are_floors_with_headroom_for_the_resume_gate) {
 
 TEST(Quota, a_shared_system_prompt_counts_once) {
   const LifeCycle full;
-  EXPECT_EQ(slots_for_batch(BatchDesc{{{40, 39}, {40, 39}}, 20}, full, 4), 5 + 5 + 5);
-  EXPECT_EQ(slots_for_batch(BatchDesc{{}, 20}, full, 4), 0);
-  EXPECT_EQ(slots_for_batch(BatchDesc{{{0, 0}}, 0}, full, 4), 0);
+  EXPECT_EQ(slots_for_batch(BatchDesc{{{40, 39}, {40, 39}}, 20}, full, {.tokens_per_block = 4}),
+            5 + 5 + 5);
+  EXPECT_EQ(slots_for_batch(BatchDesc{{}, 20}, full, {.tokens_per_block = 4}), 0);
+  EXPECT_EQ(slots_for_batch(BatchDesc{{{0, 0}}, 0}, full, {.tokens_per_block = 4}), 0);
   const LifeCycle window{.window = 8};
-  EXPECT_EQ(slots_for_batch(BatchDesc{{{41, 40}}, 0}, window, 4), 11 - 8);
+  EXPECT_EQ(slots_for_batch(BatchDesc{{{41, 40}}, 0}, window, {.tokens_per_block = 4}), 11 - 8);
 }
 
 TEST(Quota, target_and_draft_get_the_same_number_of_blocks_by_default) {

@@ -9,6 +9,7 @@
 
 #include "helicore/kv/layout.h"
 #include "kv/kv_configs.h"
+#include "kv/one_level_store.h"
 
 namespace helicore::kv::testing {
 namespace {
@@ -19,14 +20,15 @@ struct Bench {
       : config(attention_config(tokens_per_block, 1, 1, 1)),
         registry(config),
         layout(config, registry),
-        store(layout, TypedVec<PoolGroupId, int32_t>(1, num_slots)),
+        owner(layout, TypedVec<PoolGroupId, int32_t>(1, num_slots)),
+        store(*owner),
         tree(store, registry, tokens_per_block),
         root(tree.find_or_create_root({})) {
     tree.pin(root);
   }
   InsertResult insert(NodeId parent, const std::vector<TokenId>& tokens) {
     tree.reserve_nodes(1);
-    const PageHandle page = store.allocate(LifeCycleId(0), kPriorityDefault);
+    const PageHandle page = allocate_held(store, LifeCycleId(0), kPriorityDefault);
     const InsertResult result = tree.insert(parent, tokens, std::span(&page, 1));
     store.unhold(page);
     return result;
@@ -37,7 +39,8 @@ struct Bench {
   KVCacheManagerConfig config;
   LifeCycleRegistry registry;
   StorageLayout layout;
-  PageStore store;
+  OneLevelStore owner;
+  PageStore& store;
   RadixTree tree;
   NodeId root;
 };
