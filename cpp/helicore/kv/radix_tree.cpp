@@ -186,6 +186,10 @@ InsertResult RadixTree::insert(NodeId parent, std::span<const TokenId> tokens,
       show(id, lc, store_.pages().handle(adopted), store_.page(adopted).num_tokens);
     }
   }
+  uint8_t& highest = nodes_[id.value()].priority;
+  for (PageId page : this->pages(id)) {
+    if (page != kNoPage) highest = std::max(highest, store_.page(page).priority);
+  }
   update_gap(id);
   tell_stored(id);
   if (found.shorter != kNoNode) remove_leaf(found.shorter);
@@ -226,8 +230,6 @@ void RadixTree::show(NodeId node, LifeCycleId life_cycle, PageHandle page,
                      int32_t num_tokens) noexcept {
   pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = page.id;
   store_.publish(page, node, num_tokens);
-  NodeRecord& record = nodes_[node.value()];
-  record.priority = std::max(record.priority, store_.page(page.id).priority);
 }
 
 void RadixTree::hide(NodeId node, LifeCycleId life_cycle) {
