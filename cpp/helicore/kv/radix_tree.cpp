@@ -43,7 +43,13 @@ RadixTree::RadixTree(PageStore& store, const LifeCycleRegistry& registry, int32_
       life_cycles_(registry.all()),
       constraints_(registry, tokens_per_block),
       num_life_cycles_(registry.count()),
-      tokens_per_block_(static_cast<size_t>(tokens_per_block)) {}
+      tokens_per_block_(static_cast<size_t>(tokens_per_block)) {
+  for (const LifeCycle& lc : life_cycles_) {
+    int32_t end = lc.window ? lc.num_sink_blocks : INT32_MAX;
+    if (lc.policy != ReusePolicy::kRequired || lc.kind == LayerType::kSsm) end = 0;
+    backbone_end_.push_back(end);
+  }
+}
 
 std::span<const TokenId> RadixTree::tokens(NodeId id) const noexcept {
   return {tokens_.data() + id.value() * tokens_per_block_,
@@ -177,20 +183,21 @@ InsertResult RadixTree::insert(NodeId parent, std::span<const TokenId> tokens,
   if (found.exact != kNoNode) return {InsertOutcome::kExisting, found.exact};
   if (found.longer != kNoNode) return {InsertOutcome::kCovered, found.longer};
   const NodeId id = add_node(parent, tokens);
-  for (size_t i = 0; i < num_life_cycles_; ++i) {
-    const LifeCycleId lc(static_cast<int32_t>(i));
-    if (!pages[i].is_null() && life_cycles_[lc].policy != ReusePolicy::kPrivate) {
-      show(id, lc, pages[i], nodes_[id.value()].num_tokens);
-    } else if (found.shorter != kNoNode && this->pages(found.shorter)[i] != kNoPage) {
-      const PageId adopted = this->pages(found.shorter)[i];
-      show(id, lc, store_.pages().handle(adopted), store_.page(adopted).num_tokens);
+  NodeRecord& node = nodes_[id.value()];
+  bool is_complete = true;
+  for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+    PageHandle page = pages[static_cast<size_t>(lc.value())];
+    int32_t num_tokens = node.num_tokens;
+    if (page.is_null() || life_cycles_[lc].policy == ReusePolicy::kPrivate) {
+      is_complete = false;
+      if (found.shorter == kNoNode || coverage(found.shorter, lc) == 0) continue;
+      page = store_.pages().handle(page_of(found.shorter, lc));
+      num_tokens = store_.page(page.id).num_tokens;
     }
+    show(id, lc, page, num_tokens);
+    node.priority = std::max(node.priority, store_.page(page.id).priority);
   }
-  uint8_t& highest = nodes_[id.value()].priority;
-  for (PageId page : this->pages(id)) {
-    if (page != kNoPage) highest = std::max(highest, store_.page(page).priority);
-  }
-  update_gap(id);
+  if (!is_complete) update_gap(id);
   tell_stored(id);
   if (found.shorter != kNoNode) remove_leaf(found.shorter);
   return {InsertOutcome::kInserted, id};
@@ -240,7 +247,7 @@ void RadixTree::hide(NodeId node, LifeCycleId life_cycle) {
 }
 
 int32_t RadixTree::coverage(NodeId node, LifeCycleId life_cycle) const noexcept {
-  const PageId page = pages(node)[static_cast<size_t>(life_cycle.value())];
+  const PageId page = page_of(node, life_cycle);
   return page == kNoPage ? 0 : store_.page(page).num_tokens;
 }
 
@@ -356,9 +363,7 @@ int64_t RadixTree::prune(NodeId node) {
 }
 
 bool RadixTree::is_backbone(NodeId node, LifeCycleId life_cycle) const noexcept {
-  const LifeCycle& lc = life_cycles_[life_cycle];
-  if (lc.policy != ReusePolicy::kRequired || lc.kind == LayerType::kSsm) return false;
-  return !lc.window || nodes_[node.value()].ordinal < lc.num_sink_blocks;
+  return nodes_[node.value()].ordinal < backbone_end_[life_cycle];
 }
 
 int64_t RadixTree::drop(PageId page) {

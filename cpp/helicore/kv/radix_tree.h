@@ -174,6 +174,9 @@ class RadixTree {
   void tell_stored(NodeId node) noexcept;
   [[nodiscard]] bool is_backbone(NodeId node, LifeCycleId life_cycle) const noexcept;
   [[nodiscard]] bool is_removable(NodeId node) const noexcept;
+  [[nodiscard]] PageId page_of(NodeId node, LifeCycleId life_cycle) const noexcept {
+    return pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())];
+  }
   [[nodiscard]] int32_t coverage(NodeId node, LifeCycleId life_cycle) const noexcept;
   // An attention page that covers all tokens of the block.
   [[nodiscard]] bool is_whole(NodeId node, LifeCycleId life_cycle) const noexcept;
@@ -197,6 +200,7 @@ class RadixTree {
   EventLog* events_;
   TypedVec<LifeCycleId, LifeCycle> life_cycles_;
   ReuseConstraints constraints_;
+  TypedVec<LifeCycleId, int32_t> backbone_end_;  // blocks in front of it have a backbone page
   size_t num_life_cycles_;
   size_t tokens_per_block_;
   std::vector<NodeRecord> nodes_;

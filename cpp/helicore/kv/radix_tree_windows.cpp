@@ -53,7 +53,7 @@ void RadixTree::collect_below(NodeId node, LifeCycleId life_cycle, std::vector<P
       return;
     }
     if (covered == 0) break;
-    out.push_back(pages(id)[static_cast<size_t>(life_cycle.value())]);
+    out.push_back(page_of(id, life_cycle));
     if (covered < block) break;
   }
   std::reverse(out.begin() + static_cast<std::ptrdiff_t>(begin), out.end());
@@ -75,7 +75,7 @@ void RadixTree::collect_above(NodeId node, LifeCycleId life_cycle, std::vector<P
       out.resize(begin);
       return;
     }
-    if (is_chain) out.push_back(pages(id)[static_cast<size_t>(life_cycle.value())]);
+    if (is_chain) out.push_back(page_of(id, life_cycle));
     is_chain = is_chain && is_only_child(id);
   }
 }
