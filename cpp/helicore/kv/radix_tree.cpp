@@ -377,9 +377,16 @@ int64_t RadixTree::drop(PageId page) {
 }
 
 int64_t RadixTree::drop_node(NodeId node) {
-  const NodeId parent = nodes_[node.value()].parent;
-  const int64_t removed = remove_subtree(node);
-  return removed + prune(parent);
+  const NodeRecord& record = nodes_[node.value()];
+  const NodeId parent = record.parent;
+  int64_t removed = 1;
+  if (record.child_root == kNoNode && record.num_pins == 0) {
+    remove_leaf(node);
+  } else {
+    removed = remove_subtree(node);
+  }
+  if (nodes_[parent.value()].child_root == kNoNode) removed += prune(parent);
+  return removed;
 }
 
 int64_t RadixTree::remove_subtree(NodeId node) {
@@ -563,7 +570,9 @@ void RadixTree::remove_leaf(NodeId id) {
   HELICORE_ASSERT(nodes_[id.value()].child_root == kNoNode && nodes_[id.value()].num_pins == 0,
                   "kv.radix_tree", "node ", id, " is still in use");
   unlink_child(id);
-  for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) hide(id, lc);
+  for (PageId page : pages(id)) {
+    if (page != kNoPage && store_.page(page).node == id) store_.detach(page);
+  }
   if (events_ != nullptr) events_->removed(keys_[id.value()]);
   num_gaps_ -= nodes_[id.value()].has_gap ? 1 : 0;
   free_node(id);
