@@ -97,8 +97,8 @@ inline constexpr int64_t kPartsPerMillion = 1'000'000;
 // ------------------------------------------------------------------ splitting a quota
 
 struct QuotaSplit {
-  TypedVec<PoolGroupId, int32_t> num_slots;
-  GroupSlots in_order;    // <= num_slots; never falls as the quota grows
+  TypedVec<PoolGroupId, int32_t> num_slots{};
+  GroupSlots in_order{};  // <= num_slots; never falls as the quota grows
   int64_t quota = 0;      // bytes in effect: a multiple of the grain, >= what was asked for
   int64_t used = 0;       // bytes of it that the pools take
   int64_t minimum = 0;    // bytes of the floors
@@ -106,10 +106,10 @@ struct QuotaSplit {
 };
 
 struct SplitProblem {
-  GroupSlots weights;  // > 0: proportions of bytes
-  GroupSlots floors;   // slots, >= 0
-  int64_t quota = 0;   // bytes, > 0
-  int64_t grain = 1;   // bytes, > 0
+  GroupSlots weights{};  // > 0: proportions of bytes
+  GroupSlots floors{};   // slots, >= 0
+  int64_t quota = 0;     // bytes, > 0
+  int64_t grain = 1;     // bytes, > 0
 };
 
 // The solver. Throws InvalidArgument for a count that int32 slot ids can't address and for weights,
@@ -152,10 +152,10 @@ struct SplitHints {
 // ------------------------------------------------------------------ how long a sequence fits
 
 struct ClampRequest {
-  TypedVec<PoolGroupId, int32_t> num_slots;  // of the hot level
-  int32_t tokens_per_block = 1;              // > 0
-  int64_t batch_size = 1;                    // sequences, >= 1
-  int64_t upper = 0;                         // tokens, >= 0
+  TypedVec<PoolGroupId, int32_t> num_slots{};  // of the hot level
+  int32_t tokens_per_block = 1;                // > 0
+  int64_t batch_size = 1;                      // sequences, >= 1
+  int64_t upper = 0;                           // tokens, >= 0
 };
 
 // The most tokens, <= upper, to which one sequence can grow a token at a time next to batch_size -
