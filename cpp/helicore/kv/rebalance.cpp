@@ -25,9 +25,26 @@ int32_t root(int64_t value) {
   return static_cast<int32_t>(std::min<int64_t>(nearest, INT32_MAX));
 }
 
+// Up to whole blocks, or down where int32 ends.
+int32_t whole_blocks(int32_t tokens, int32_t tokens_per_block) {
+  const int32_t most = INT32_MAX / tokens_per_block;
+  return std::min(ceil_div(tokens, tokens_per_block), most) * tokens_per_block;
+}
+
 int64_t square(int32_t value) { return int64_t{value} * value; }
 
 }  // namespace
+
+BatchDesc TargetLengths::hot_batch(int32_t tokens_per_block) const {
+  const int32_t end = whole_blocks(capacity, tokens_per_block);
+  const int32_t step = whole_blocks(capacity - history_length, tokens_per_block);
+  return {{{end, std::max(0, end - step)}}, 0};
+}
+
+BatchDesc TargetLengths::cold_batch(int32_t tokens_per_block) const {
+  const int32_t end = whole_blocks(reused, tokens_per_block);
+  return {{{end, end}}, 0};
+}
 
 RebalancePolicy RebalancePolicy::of(const KVCacheManagerConfig& config) {
   RebalancePolicy policy;
@@ -85,7 +102,8 @@ void RebalanceTracker::on_close(const LengthMeans& lengths) {
   TargetLengths targets{.capacity = root(square_capacity_.value()),
                         .history_length = root(square_history_.value()),
                         .reused = static_cast<int32_t>(reused_.value())};
-  targets.history_length = std::min(targets.history_length, targets.capacity);
+  // A step has a token of its own, whatever the roots round to.
+  targets.history_length = std::clamp(targets.capacity - 1, 0, targets.history_length);
   targets_ = targets;
 }
 

@@ -55,12 +55,14 @@ struct RebalancePolicy {
 // The sequence that stands for the traffic: tokens.
 struct TargetLengths {
   int32_t capacity = 0;        // root mean square of mean capacities
-  int32_t history_length = 0;  // likewise of histories, <= capacity
+  int32_t history_length = 0;  // likewise of histories, < capacity
   int32_t reused = 0;          // mean length found in the cache at creation
 
   // What the hot level should be split for, and what the coldest: a sequence of the reused length.
-  [[nodiscard]] BatchDesc hot_batch() const { return {{{capacity, history_length}}, 0}; }
-  [[nodiscard]] BatchDesc cold_batch() const { return {{{reused, reused}}, 0}; }
+  // Lengths are rounded up to whole blocks (history so that the step keeps its blocks): how a
+  // window happens to lie over the blocks must not move the target.
+  [[nodiscard]] BatchDesc hot_batch(int32_t tokens_per_block) const;
+  [[nodiscard]] BatchDesc cold_batch(int32_t tokens_per_block) const;
   friend bool operator==(const TargetLengths&, const TargetLengths&) = default;
 };
 
