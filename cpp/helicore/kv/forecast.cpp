@@ -26,55 +26,64 @@ void check(const SequencePlan& plan) {
                  plan.shared_blocks);
 }
 
-// One plan at any step.
-class Stepper {
+struct Change {
+  int64_t step = 0;  // > 0
+  int64_t delta = 0;
+};
+
+// What one sequence holds of one life cycle: slots at step 0 and every change after it. O(1) per
+// change.
+class SequenceChanges {
  public:
-  Stepper(const SequencePlan& plan, int32_t tokens_per_block)
-      : plan_(plan), tokens_per_block_(tokens_per_block) {}
+  SequenceChanges(const SequencePlan& plan, int32_t tokens_per_block)
+      : plan_(plan), tpb_(tokens_per_block), last_step_(first_step_with(plan.final_capacity)) {}
 
-  [[nodiscard]] int32_t capacity_at(int64_t step) const {
-    return static_cast<int32_t>(
-        std::min<int64_t>(plan_.capacity + step * plan_.tokens_per_step, plan_.final_capacity));
-  }
-  [[nodiscard]] int32_t history_at(int64_t step) const {
-    if (step == 0) return plan_.history_length;
-    return std::max(plan_.history_length, capacity_at(step - 1) - plan_.lookahead);
-  }
-  [[nodiscard]] int64_t last_step() const { return first_step_with(plan_.final_capacity); }
-
-  // Slots of one life cycle at a step up to the last.
-  [[nodiscard]] int64_t slots_at(int64_t step, const LifeCycle& life_cycle) const {
-    if (life_cycle.kind == LayerType::kSsm) return 1;
-    const int32_t blocks = ceil_div(capacity_at(step), tokens_per_block_);
-    const int32_t begin = std::min(plan_.shared_blocks, blocks);
-    const auto stale = life_cycle.stale_range(history_at(step), tokens_per_block_);
-    const int32_t lost = std::min(stale.end, blocks) - std::max(stale.begin, begin);
-    return blocks - begin - std::max(0, lost);
-  }
-
-  // Adds every step at which slots_at() of some life cycle may change: where the capacity enters a
-  // block, and where the history leaves the window of one.
-  void add_changes(const LifeCycle& life_cycle, std::vector<int64_t>& steps) const {
-    if (life_cycle.kind == LayerType::kSsm) return;
-    const int64_t tpb = tokens_per_block_;
-    if (!life_cycle.window) {
-      for (int64_t end = ceil_div(plan_.capacity, tokens_per_block_) * tpb;
-           end < plan_.final_capacity; end += tpb) {
-        steps.push_back(first_step_with(end + 1));
-      }
-      return;
+  // Appends the changes, the release of all at the end included, and returns the slots at step 0.
+  int64_t add(const LifeCycle& life_cycle, std::vector<Change>& changes) const {
+    const int64_t at_first = slots_at_first(life_cycle);
+    int64_t held = at_first;
+    if (life_cycle.kind == LayerType::kAttention) {
+      held += add_opened(changes);
+      if (life_cycle.window) held -= add_lost(life_cycle, changes);
     }
-    add_changes({.num_sink_blocks = life_cycle.num_sink_blocks}, steps);
-    // Block j is lost at the first history of j * tpb + window - 1, a step after that capacity less
-    // the lookahead was reached.
-    const int64_t offset = int64_t{*life_cycle.window} - 1 + plan_.lookahead;
-    const int64_t first_block = std::max<int64_t>(1, (plan_.capacity - offset) / tpb);
-    for (int64_t at = first_block * tpb + offset; at <= plan_.final_capacity; at += tpb) {
-      steps.push_back(first_step_with(at) + 1);
-    }
+    if (held != 0) changes.push_back({last_step_ + 1, -held});
+    return at_first;
   }
 
  private:
+  [[nodiscard]] int64_t slots_at_first(const LifeCycle& life_cycle) const {
+    if (life_cycle.kind == LayerType::kSsm) return 1;
+    const int32_t blocks = ceil_div(plan_.capacity, tpb_);
+    const int32_t begin = std::min(plan_.shared_blocks, blocks);
+    const auto stale = life_cycle.stale_range(plan_.history_length, tpb_);
+    return blocks - begin - std::max(0, std::min(stale.end, blocks) - std::max(stale.begin, begin));
+  }
+
+  // Blocks that the capacity enters.
+  int64_t add_opened(std::vector<Change>& changes) const {
+    int64_t count = 0;
+    int64_t block = std::max(ceil_div(plan_.capacity, tpb_), plan_.shared_blocks);
+    for (; block * tpb_ < plan_.final_capacity; ++block, ++count) {
+      changes.push_back({first_step_with(block * tpb_ + 1), 1});
+    }
+    return count;
+  }
+
+  // Blocks that the window leaves: block b at the first history of (b + 1) * tpb + window - 1, a
+  // step after the capacity less the lookahead reaches that. It is open by then.
+  int64_t add_lost(const LifeCycle& life_cycle, std::vector<Change>& changes) const {
+    const int64_t offset = tpb_ + int64_t{*life_cycle.window} - 1 + plan_.lookahead;
+    const auto stale = life_cycle.stale_range(plan_.history_length, tpb_);
+    int64_t count = 0;
+    int64_t block = std::max({stale.end, life_cycle.num_sink_blocks, plan_.shared_blocks});
+    for (; block * tpb_ + offset <= plan_.final_capacity; ++block, ++count) {
+      const int64_t step = first_step_with(block * tpb_ + offset) + 1;
+      if (step > last_step_) break;
+      changes.push_back({step, -1});
+    }
+    return count;
+  }
+
   // The first step whose capacity is at least `tokens`, which is at most the final one.
   [[nodiscard]] int64_t first_step_with(int64_t tokens) const {
     const int64_t more = tokens - plan_.capacity;
@@ -82,31 +91,58 @@ class Stepper {
   }
 
   const SequencePlan& plan_;
-  int32_t tokens_per_block_;
+  int32_t tpb_;
+  int64_t last_step_;
 };
 
-void append(StepFunction& function, int64_t step, int64_t value) {
-  if (!function.values.empty() && function.values.back() == value) return;
-  function.steps.push_back(step);
-  function.values.push_back(value);
-}
-
-struct Change {
-  int64_t step = 0;
-  int64_t delta = 0;
-};
-
-StepFunction sum_of(int64_t start, std::vector<Change> changes) {
-  std::sort(changes.begin(), changes.end(),
-            [](const Change& a, const Change& b) { return a.step < b.step; });
+// The sum of `sign` times the changes from `start` on. In the time of a sort, or less when steps
+// are about as many as changes.
+StepFunction sum_of(int64_t start, std::vector<Change> changes, int64_t sign) {
   StepFunction sum{{0}, {start}};
   int64_t value = start;
-  for (size_t i = 0; i < changes.size(); ++i) {
-    value += changes[i].delta;
-    const bool last_of_step = i + 1 == changes.size() || changes[i + 1].step != changes[i].step;
-    if (last_of_step) append(sum, changes[i].step, value);
+  const auto add = [&](int64_t step, int64_t delta) {
+    if (delta == 0) return;
+    value += sign * delta;
+    sum.steps.push_back(step);
+    sum.values.push_back(value);
+  };
+  int64_t last = 0;
+  for (const Change& change : changes) last = std::max(last, change.step);
+  if (last <= 4 * static_cast<int64_t>(changes.size())) {
+    std::vector<int64_t> deltas(static_cast<size_t>(last) + 1, 0);
+    for (const Change& change : changes) deltas[static_cast<size_t>(change.step)] += change.delta;
+    for (int64_t step = 1; step <= last; ++step) add(step, deltas[static_cast<size_t>(step)]);
+    return sum;
+  }
+  std::sort(changes.begin(), changes.end(),
+            [](const Change& a, const Change& b) { return a.step < b.step; });
+  for (size_t i = 0; i < changes.size();) {
+    const int64_t step = changes[i].step;
+    int64_t delta = 0;
+    for (; i < changes.size() && changes[i].step == step; ++i) delta += changes[i].delta;
+    add(step, delta);
   }
   return sum;
+}
+
+struct GroupChanges {
+  int64_t at_first = 0;
+  std::vector<Change> changes{};
+};
+
+TypedVec<PoolGroupId, GroupChanges> changes_of(std::span<const SequencePlan> plans,
+                                               const ForecastShape& shape) {
+  TypedVec<PoolGroupId, GroupChanges> groups(shape.layout->groups().count());
+  for (const SequencePlan& plan : plans) {
+    check(plan);
+    const SequenceChanges sequence(plan, shape.tokens_per_block);
+    for (size_t i = 0; i < shape.registry->count(); ++i) {
+      const LifeCycleId id(static_cast<int32_t>(i));
+      GroupChanges& group = groups[shape.layout->group_of(id)];
+      group.at_first += sequence.add((*shape.registry)[id], group.changes);
+    }
+  }
+  return groups;
 }
 
 int64_t end_of(const StepFunction& function, size_t i) {
@@ -182,27 +218,10 @@ SequencePlan plan_of_request(int32_t prompt_length, int32_t output_tokens, int32
 }
 
 SlotTimeline slots_over_time(const SequencePlan& plan, const ForecastShape& shape) {
-  check(plan);
-  const Stepper stepper(plan, shape.tokens_per_block);
-  std::vector<int64_t> steps{0, 1};
-  for (const LifeCycle& life_cycle : shape.registry->all()) stepper.add_changes(life_cycle, steps);
-  std::sort(steps.begin(), steps.end());
-  steps.erase(std::unique(steps.begin(), steps.end()), steps.end());
-
-  const int64_t last_step = stepper.last_step();
-  SlotTimeline timeline(shape.layout->groups().count());
-  GroupSlots held(timeline.count(), 0);
-  for (int64_t step : steps) {
-    if (step > last_step) break;
-    for (int64_t& slots : held) slots = 0;
-    for (size_t i = 0; i < shape.registry->count(); ++i) {
-      const LifeCycleId id(static_cast<int32_t>(i));
-      held[shape.layout->group_of(id)] += stepper.slots_at(step, (*shape.registry)[id]);
-    }
-    for (size_t g = 0; g < held.count(); ++g)
-      append(timeline[group_at(g)], step, held[group_at(g)]);
+  SlotTimeline timeline;
+  for (GroupChanges& group : changes_of({&plan, 1}, shape)) {
+    timeline.push_back(sum_of(group.at_first, std::move(group.changes), 1));
   }
-  for (StepFunction& function : timeline) append(function, last_step + 1, 0);
   return timeline;
 }
 
@@ -213,19 +232,10 @@ Forecast::Forecast(const ForecastShape& shape, std::span<const SequencePlan> run
   HELICORE_CHECK(available.count() == num_groups, kWhere,
                  "available must have one count per group (", num_groups, "), got ",
                  available.count());
-  TypedVec<PoolGroupId, std::vector<Change>> changes(num_groups);
-  for (const SequencePlan& plan : running) {
-    const SlotTimeline held = slots_over_time(plan, shape);
-    for (size_t g = 0; g < num_groups; ++g) {
-      const StepFunction& function = held[group_at(g)];
-      for (size_t i = 1; i < function.steps.size(); ++i) {
-        changes[group_at(g)].push_back(
-            {function.steps[i], function.values[i - 1] - function.values[i]});
-      }
-    }
-  }
+  auto groups = changes_of(running, shape);
   for (size_t g = 0; g < num_groups; ++g) {
-    available_.push_back(sum_of(available[group_at(g)], std::move(changes[group_at(g)])));
+    available_.push_back(
+        sum_of(available[group_at(g)], std::move(groups[group_at(g)].changes), -1));
   }
 }
 

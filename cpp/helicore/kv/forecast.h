@@ -10,8 +10,10 @@
 // are neither needed nor given back. So the forecast errs late, not early, as long as sequences do
 // not outlive their final capacity.
 //
-// The timeline is built from the block crossings alone, sorted once: O(b log b) for b blocks that
-// the sequences will still open or lose, whatever the number of tokens.
+// Room for scratch blocks is not forecast: where they are in use, a prefill needs less than this.
+//
+// The timeline is built from the block crossings alone, never token by token: O(b log b) for b
+// blocks that the sequences will still open or lose.
 #pragma once
 
 #include <cstdint>
