@@ -376,6 +376,35 @@ TEST(Quota, random_splits_hand_out_slots_in_the_order_of_their_time) {
   }
 }
 
+TEST(Quota, bytes_follow_weights_within_a_slot_and_the_rest_is_less_than_a_slot) {
+  Dice dice(13);
+  for (int round = 0; round < 300; ++round) {
+    const Planned p(random_config(dice, 9000));
+    const GroupSlots none(p.num_groups(), 0);
+    GroupSlots weights;
+    for (size_t i = 0; i < p.num_groups(); ++i) weights.push_back(1 + dice.below(1000));
+    const int64_t grain = dice.coin() ? 1 : kHostGrainBytes;
+    const int64_t quota = (1 + dice.below(1 << 10)) * kHostGrainBytes;
+    const QuotaSplit split = solve_split(p.layout, {weights, none, quota, grain});
+    bool one_does_not_fit = false;
+    for (size_t i = 0; i < p.num_groups(); ++i) {
+      const PoolGroupId a(static_cast<int32_t>(i));
+      for (size_t k = 0; k < p.num_groups(); ++k) {
+        const PoolGroupId b(static_cast<int32_t>(k));
+        // The last slot of a was due no later than the next of b.
+        ASSERT_LE(split.in_order[a] * p.group(i).slot_bytes() * weights[b],
+                  (split.in_order[b] + 1) * p.group(k).slot_bytes() * weights[a])
+            << "round " << round;
+      }
+      GroupSlots more = split.in_order;
+      ++more[a];
+      one_does_not_fit = one_does_not_fit || min_quota(p.layout, more, grain) > quota;
+      ASSERT_GE(split.num_slots[a], split.in_order[a]);
+    }
+    ASSERT_TRUE(one_does_not_fit) << "round " << round;
+  }
+}
+
 TEST(Quota, the_checks_of_a_split_see_a_slot_too_many_or_too_few) {
   const Planned p(two_groups(5000, 300));
   const QuotaSplit split = split_quota(p.config, p.registry, p.layout, 1 << 20, 1);
@@ -414,7 +443,7 @@ TEST(Quota, more_quota_takes_no_ordered_slot_from_any_group_and_no_kept_one) {
         num_fallen += falls_anywhere(wide(last->num_slots), wide(split.num_slots));
       }
       const QuotaSplit growing =
-          split_quota(p.config, p.registry, p.layout, quota, grain, {.keep = kept});
+          split_quota(p.config, p.registry, p.layout, quota, grain, {.weights = {}, .keep = kept});
       const GroupSlots floors = hot_floors(p.config, p.registry, p.layout);
       const GroupSlots grown = wide(growing.num_slots);
       ASSERT_EQ(fault_of(p.layout, floors, grown, growing.quota, grain), "") << "round " << round;
@@ -444,12 +473,33 @@ TEST(Quota, no_split_can_be_maximal_and_monotone_at_once) {
   EXPECT_EQ(slots(4).in_order.raw(), (std::vector<int64_t>{0, 1})) << "what 5 bytes must not take";
 }
 
+TEST(Quota, the_worked_example_of_the_design_document) {
+  constexpr int64_t kMiB = 1 << 20;
+  auto config = two_groups(3 * kMiB, kMiB);
+  config.tokens_per_block = 64;
+  const Planned p(config);
+  const auto split = [&](int64_t quota, const SplitHints& hints) {
+    return split_quota(p.config, p.registry, p.layout, quota, 2 * kMiB, hints);
+  };
+  EXPECT_EQ(hot_weights(p.config, p.registry, p.layout).raw(),
+            (std::vector<int64_t>{99 * kMiB, 33 * kMiB}));
+  const QuotaSplit first = split(18 * kMiB, {});
+  EXPECT_EQ(first.in_order.raw(), (std::vector<int64_t>{4, 4}));
+  EXPECT_EQ(first.num_slots.raw(), (std::vector<int32_t>{4, 6}));
+  EXPECT_EQ(first.used, 18 * kMiB);
+  EXPECT_EQ(first.minimum, 6 * kMiB);
+  EXPECT_EQ(split(20 * kMiB, {}).num_slots.raw(), (std::vector<int32_t>{5, 4}));
+  EXPECT_EQ(split(20 * kMiB, {.weights = {}, .keep = wide(first.num_slots)}).num_slots.raw(),
+            (std::vector<int32_t>{4, 8}));
+  EXPECT_EQ(split(1, {}).raised_by, 4 * kMiB);
+}
+
 TEST(Quota, counts_to_keep_that_do_not_fit_are_ignored) {
   const Planned p(two_groups(4096, 4096));
   GroupSlots keep(2, 1);
   keep[kSecond] = 30;
   const auto split = [&](int64_t quota) {
-    return split_quota(p.config, p.registry, p.layout, quota, 4096, {.keep = keep});
+    return split_quota(p.config, p.registry, p.layout, quota, 4096, {.weights = {}, .keep = keep});
   };
   EXPECT_EQ(split(40 * 4096).num_slots[kSecond], 30);
   EXPECT_EQ(split(40 * 4096).num_slots[kFirst], 10);
@@ -463,9 +513,10 @@ TEST(Quota, weights_from_statistics_take_the_place_of_the_configured_ones) {
   const Planned p(config);
   GroupSlots weights(2, 1);
   weights[kSecond] = 3;
-  EXPECT_EQ(split_quota(p.config, p.registry, p.layout, 40 * 4096, 4096, {.weights = weights})
-                .num_slots[kSecond],
-            30);
+  EXPECT_EQ(
+      split_quota(p.config, p.registry, p.layout, 40 * 4096, 4096, {.weights = weights, .keep = {}})
+          .num_slots[kSecond],
+      30);
 }
 
 TEST(Quota, bad_problems_name_the_argument) {
