@@ -70,16 +70,15 @@ class SequenceChanges {
   }
 
   // Blocks that the window leaves: block b at the first history of (b + 1) * tpb + window - 1, a
-  // step after the capacity less the lookahead reaches that. It is open by then.
+  // step after the capacity less the lookahead reaches that. It is open by then. A block lost in the
+  // step after the last is part of the release at the end.
   int64_t add_lost(const LifeCycle& life_cycle, std::vector<Change>& changes) const {
     const int64_t offset = tpb_ + int64_t{*life_cycle.window} - 1 + plan_.lookahead;
     const auto stale = life_cycle.stale_range(plan_.history_length, tpb_);
     int64_t count = 0;
     int64_t block = std::max({stale.end, life_cycle.num_sink_blocks, plan_.shared_blocks});
     for (; block * tpb_ + offset <= plan_.final_capacity; ++block, ++count) {
-      const int64_t step = first_step_with(block * tpb_ + offset) + 1;
-      if (step > last_step_) break;
-      changes.push_back({step, -1});
+      changes.push_back({first_step_with(block * tpb_ + offset) + 1, -1});
     }
     return count;
   }

@@ -204,6 +204,20 @@ TEST(Forecast, random_admissions_agree_with_trying_every_start) {
     int64_t peak = 0;
     for (const GroupSlots& held : need) peak = std::max(peak, held[answer.limiting_group]);
     ASSERT_EQ(answer.peak_needed, peak) << "round " << round;
+    if (answer.fits_now) {  // no other group has fewer slots to spare
+      const auto spare = [&](PoolGroupId g) {
+        int64_t least = INT64_MAX;
+        for (size_t k = 0; k < need.size(); ++k) {
+          const GroupSlots& there = left[std::min(k, left.size() - 1)];
+          if (need[k][g] > 0) least = std::min(least, there[g] - need[k][g]);
+        }
+        return least;
+      };
+      for (size_t i = 0; i < need[0].count(); ++i) {
+        ASSERT_LE(spare(answer.limiting_group), spare(PoolGroupId(static_cast<int32_t>(i))))
+            << "round " << round;
+      }
+    }
     if (!answer.fits_now) {  // no other group alone would hold it back for longer
       const auto own = first_start(need, left, answer.limiting_group);
       for (size_t i = 0; i < need[0].count(); ++i) {
