@@ -70,8 +70,8 @@ class SequenceChanges {
   }
 
   // Blocks that the window leaves: block b at the first history of (b + 1) * tpb + window - 1, a
-  // step after the capacity less the lookahead reaches that. It is open by then. A block lost in the
-  // step after the last is part of the release at the end.
+  // step after the capacity less the lookahead reaches that. It is open by then. A block lost in
+  // the step after the last is part of the release at the end.
   int64_t add_lost(const LifeCycle& life_cycle, std::vector<Change>& changes) const {
     const int64_t offset = tpb_ + int64_t{*life_cycle.window} - 1 + plan_.lookahead;
     const auto stale = life_cycle.stale_range(plan_.history_length, tpb_);
