@@ -111,7 +111,7 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
       num_life_cycles(registry.count()),
       levels(split_levels(config, registry, layout, *device)),
       store(layout, *device, specs_of(config, layout, levels), ssm),
-      events(config.event_buffer_size, config.tokens_per_block),
+      events(config.event_buffer_size, config.tokens_per_block, registry.count()),
       tree(store, registry, config.tokens_per_block, &events),
       migrator(store, tree, layout, migration_stats) {
   for (size_t i = 0; i < num_life_cycles; ++i) {

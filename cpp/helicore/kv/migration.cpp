@@ -276,7 +276,13 @@ bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroup
 void Migrator::drop(PageHandle page) {
   if (!store_.pages().is_current(page) || store_.page(page.id).hold_count > 0) return;
   const PageRecord& record = store_.page(page.id);
-  ++stats_.levels[record.level][LifeCycleId(record.life_cycle)].dropped_pages;
+  const LifeCycleId life_cycle(record.life_cycle);
+  ++stats_.levels[record.level][life_cycle].dropped_pages;
+  if (record.node != kNoNode && tree_.has_window(life_cycle)) {
+    useless_.clear();
+    tree_.collect_useless(record.node, life_cycle, useless_);
+    for (PageId id : useless_) store_.set_useless(id);
+  }
   stats_.dropped_nodes += tree_.drop(page.id);
 }
 

@@ -84,6 +84,7 @@ class Migrator {
   std::vector<PageHandle> victims_;  // leaving the level that is being planned, in order
   std::vector<PageHandle> marked_;
   std::vector<PageId> batch_;
+  std::vector<PageId> useless_;
 };
 
 }  // namespace helicore::kv

@@ -16,6 +16,7 @@
 #include "helicore/kv/radix_tree.h"
 #include "kv/event_listener.h"
 #include "kv/kv_configs.h"
+#include "kv/one_level_store.h"
 
 namespace helicore::kv::testing {
 
@@ -49,7 +50,9 @@ struct TreeBench {
       : config(config_of(tokens_per_block, std::move(layers))),
         registry(config),
         layout(config, registry),
-        store(layout, TypedVec<PoolGroupId, int32_t>(layout.groups().count(), num_slots)),
+        owner(layout, TypedVec<PoolGroupId, int32_t>(layout.groups().count(), num_slots),
+              registry.ssm_life_cycle_id()),
+        store(*owner),
         events(1 << 14, tokens_per_block, registry.count()),
         tree(store, registry, tokens_per_block, &events),
         listener(lose_every),
@@ -59,7 +62,7 @@ struct TreeBench {
 
   size_t num_life_cycles() const { return registry.count(); }
   PageHandle page(size_t lc, uint8_t priority = kPriorityDefault) {
-    return store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority);
+    return allocate_held(store, LifeCycleId(static_cast<int32_t>(lc)), priority);
   }
   // A block with a page for each of `lcs`, which nobody holds afterwards.
   InsertResult insert(NodeId parent, const std::vector<TokenId>& tokens,
@@ -113,7 +116,8 @@ struct TreeBench {
   KVCacheManagerConfig config;
   LifeCycleRegistry registry;
   StorageLayout layout;
-  PageStore store;
+  OneLevelStore owner;
+  PageStore& store;
   EventLog events;
   RadixTree tree;
   EventListener listener;
