@@ -144,7 +144,9 @@ class RadixTree {
   [[nodiscard]] std::span<const PageId> pages(NodeId id) const noexcept;
   [[nodiscard]] const Digest& key(NodeId id) const noexcept { return keys_[id.value()]; }
   [[nodiscard]] size_t num_nodes() const noexcept { return num_nodes_; }  // roots not counted
-  [[nodiscard]] bool has_window(LifeCycleId id) const { return life_cycles_[id].window.has_value(); }
+  [[nodiscard]] bool has_window(LifeCycleId id) const {
+    return life_cycles_[id].window.has_value();
+  }
   [[nodiscard]] size_t num_roots() const noexcept { return roots_.size(); }
   [[nodiscard]] size_t num_records() const noexcept { return nodes_.size(); }
 
