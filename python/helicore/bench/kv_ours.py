@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -219,7 +221,7 @@ def free_sequences(work: Workload) -> Round:
     return round_
 
 
-def bytes_per_page(work: Workload) -> Round:
+def bytes_per_open_page(work: Workload) -> Round:
     """Growth of memory while one sequence takes pages that no tree node shows yet."""
 
     def round_() -> list[float]:
@@ -261,18 +263,19 @@ def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
     kv_workload.settle()
     draw = np.random.default_rng(13)
     fresh = iter(range(1 << 30, 1 << 31))
+
+    def insert(tokens: Tokens) -> None:
+        _filled(manager, tokens).close()
+
     while True:
         known = [
-            kv_workload.prompt(12, int(n), count) for n in draw.integers(filled // 2, filled, samples)
+            kv_workload.prompt(12, int(n), count)
+            for n in draw.integers(filled // 2, filled, samples)
         ]
-        found = kv_workload.timed_each([lambda t=t: manager.probe_reuse(t) for t in known])
+        found = kv_workload.timed_each([partial(manager.probe_reuse, t) for t in known])
         new = [kv_workload.prompt(12, next(fresh), count) for _ in range(samples // 8 + 1)]
-        yield [
-            sorted(found)[len(found) // 2],
-            sorted(kv_workload.timed_each([lambda t=t: _filled(manager, t).close() for t in new]))[
-                len(new) // 2
-            ],
-        ]
+        added = kv_workload.timed_each([partial(insert, t) for t in new])
+        yield [statistics.median(found), statistics.median(added)]
 
 
 def scaling(work: Workload) -> Round:
@@ -295,7 +298,7 @@ ROWS: dict[str, Callable[[Workload], Round]] = {
     "evict_10k_pages_ms": evict_many,
     "evict_one_us": evict_one,
     "free_256x2k_ms": free_sequences,
-    "bytes_per_page": bytes_per_page,
+    "bytes_per_open_page": bytes_per_open_page,
     "bytes_per_tree_node": bytes_per_tree_node,
     "scaling_1e4_to_1e6": scaling,
 }

@@ -17,7 +17,7 @@ from helicore.bench.kv_workload import Workload
 
 OURS = "helicore"
 # Rows in which what a process did before shows: they get a process of their own, and one round.
-FRESH_PROCESS = frozenset({"bytes_per_page", "bytes_per_tree_node"})
+FRESH_PROCESS = frozenset({"bytes_per_open_page", "bytes_per_tree_node"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,10 @@ class Side:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -1,5 +1,8 @@
-"""SGLang's UnifiedRadixCache with its native tree as a side of `helicore bench kv`: paged
-allocator, LRU, no host tier, real requests; the batch object holds just the fields that are read."""
+"""SGLang's UnifiedRadixCache with its native tree as a side of `helicore bench kv`.
+
+Paged allocator, LRU, no host tier, real requests; the batch object holds just the fields that the
+allocation functions read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import itertools
 import statistics
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -405,9 +409,9 @@ def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
             MatchPrefixParams(key=RadixKey(_ids_of(kv_workload.prompt(12, int(n), count))))
             for n in draw.integers(filled // 2, filled, samples)
         ]
-        found = kv_workload.timed_each([lambda p=p: engine.tree.match_prefix(p) for p in known])
+        found = kv_workload.timed_each([partial(engine.tree.match_prefix, p) for p in known])
         new = [kv_workload.prompt(12, next(fresh), count) for _ in range(samples // 8 + 1)]
-        added = kv_workload.timed_each([lambda t=t: engine.insert(t) for t in new])
+        added = kv_workload.timed_each([partial(engine.insert, t) for t in new])
         yield [statistics.median(found), statistics.median(added)]
 
 

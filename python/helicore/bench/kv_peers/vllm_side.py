@@ -1,11 +1,14 @@
-"""vLLM's KVCacheManager (v1) as a side of `helicore bench kv`: one full-attention group, prefix
-caching on, SHA-256, no connector and no events."""
+"""vLLM's KVCacheManager (v1) as a side of `helicore bench kv`.
+
+One full-attention group, prefix caching on, SHA-256, no connector and no events.
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ inert.install("llguidance")
 import torch  # noqa: E402
 from vllm import SamplingParams  # type: ignore[import-not-found]  # noqa: E402
 from vllm.utils.hashing import sha256  # type: ignore[import-not-found]  # noqa: E402
+from vllm.v1 import utils as vllm_utils  # type: ignore[import-not-found]  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]  # noqa: E402
 from vllm.v1.core.kv_cache_manager import (  # type: ignore[import-not-found]  # noqa: E402
     KVCacheManager,
@@ -28,7 +32,6 @@ from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found]  # no
     KVCacheConfig,
     KVCacheGroupSpec,
 )
-from vllm.v1 import utils as vllm_utils  # noqa: E402
 from vllm.v1.request import Request  # type: ignore[import-not-found]  # noqa: E402
 from vllm.v1.worker.block_table import BlockTable  # type: ignore[import-not-found]  # noqa: E402
 
@@ -101,7 +104,7 @@ class _Engine:
 
 
 def decode_step(work: Workload) -> Round:
-    """The scheduler's calls to the manager, the worker's block table, append and hash of a token."""
+    """The scheduler's calls, the worker's block table, append and hash of a token."""
     width = (work.context * 3 // 2 + 64 * work.steps) // work.block_size + 2
     engine = _Engine(work.batch * width, work.block_size)
     manager = engine.manager
@@ -157,9 +160,7 @@ def match(work: Workload) -> Round:
     """A new request, hashed, its prefix looked up and held. Its end is not timed."""
     blocks = work.num_prompts * (work.prompt // work.block_size + 2)
     engine = _Engine(blocks, work.block_size)
-    prompts = [
-        kv_workload.prompt(3, i, work.prompt + 1).tolist() for i in range(work.num_prompts)
-    ]
+    prompts = [kv_workload.prompt(3, i, work.prompt + 1).tolist() for i in range(work.num_prompts)]
     for tokens in prompts:
         engine.manager.free(engine.admit(tokens[:-1]))
     expected = work.prompt // work.block_size * work.block_size
@@ -335,13 +336,13 @@ def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
             for n in draw.integers(filled // 2, filled, samples)
         ]
         found = kv_workload.timed_each(
-            [lambda r=r: engine.manager.get_computed_blocks(r) for r in known]
+            [partial(engine.manager.get_computed_blocks, r) for r in known]
         )
         new = [
             engine.request(kv_workload.prompt(12, next(fresh), count).tolist())
             for _ in range(samples // 8 + 1)
         ]
-        added = kv_workload.timed_each([lambda r=r: insert(r) for r in new])
+        added = kv_workload.timed_each([partial(insert, r) for r in new])
         yield [statistics.median(found), statistics.median(added)]
 
 
