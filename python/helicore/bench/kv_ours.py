@@ -278,6 +278,12 @@ def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
         yield [statistics.median(found), statistics.median(added)]
 
 
+def match_in_large(work: Workload) -> Round:
+    """A match of a random cached 2k prompt among 1 M blocks."""
+    large = _operations(work.large_tree, work.tree_samples)
+    return lambda: [next(large)[0]]
+
+
 def scaling(work: Workload) -> Round:
     """The worse growth, small tree to large, of a 2k match and of a 2k insertion that evicts."""
     small = _operations(work.small_tree, work.tree_samples)
@@ -300,5 +306,6 @@ ROWS: dict[str, Callable[[Workload], Round]] = {
     "free_256x2k_ms": free_sequences,
     "bytes_per_open_page": bytes_per_open_page,
     "bytes_per_tree_node": bytes_per_tree_node,
+    "match_2k_of_1e6_us": match_in_large,
     "scaling_1e4_to_1e6": scaling,
 }

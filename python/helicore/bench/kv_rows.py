@@ -48,6 +48,7 @@ SPECS = (
     ),
     RowSpec("bytes_per_open_page", "bytes", 1),
     RowSpec("bytes_per_tree_node", "bytes", 1, 256, 200),
+    RowSpec("match_2k_of_1e6_us", "us", 1e6),
     RowSpec("scaling_1e4_to_1e6", "x", 1, 2.5, 1.5),
     RowSpec("host_to_disk_ratio", "x", 1, 0.8, 0.95, DISK, higher_is_better=True),
     RowSpec("disk_to_host_ratio", "x", 1, 0.8, 0.95, DISK, higher_is_better=True),
