@@ -294,9 +294,9 @@ class Engine:
         self._change.check()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False (and no effect) while sequences run."""
+        """Forgets all cached prefixes; False (and no effect) while sequences hold pages."""
         self._check_usable()
-        if self._scheduler.num_running:
+        if self._scheduler.num_running or self._pool.num_parked:
             return False
         with INTERRUPTS, self._change:
             self._pool.clear()
@@ -314,7 +314,6 @@ class Engine:
                 sequence.prompt_logprobs = [None]
             request.sequences.append(sequence)
         request.num_unfinished = params.n
-        request.has_held = params.n > 1
 
     def _update_gauges(self) -> None:
         counters = self.counters

@@ -6,6 +6,8 @@ Nothing else talks to the manager; the disk store behind it is the business of `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -13,12 +15,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helicore import kv
-from helicore._core import NotSupportedError
+from helicore._core import InternalError, NotSupportedError
 from helicore.executor.disk_prefix import DiskConfig, DiskPrefixes
 from helicore.executor.pool_shape import PoolShape
 
 _ROLE = "latent"
 _GROUP = 0  # all layers live and die together
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """Pages of a sequence that has no lane: a suspended cache, rows of num_rows tokens in it."""
+
+    cache: kv.KVCache
+    num_rows: int
+
+
+class Resumed(Enum):
+    """What became of a parked cache."""
+
+    RUNS = auto()
+    NO_ROOM = auto()
+    LOST = auto()
+    """A read failed: the rows are gone, and must be computed again."""
 
 
 class KVPool:
@@ -50,6 +69,7 @@ class KVPool:
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
         """Per layer [pages, page_size, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
+        self._parked: set[Parked] = set()
         self.disk: DiskPrefixes | None = None
         if disk is not None:
             self.disk = DiskPrefixes(
@@ -95,6 +115,14 @@ class KVPool:
         cache.close()
         return None
 
+    def probe(self, tokens: NDArray[np.int32], scope: kv.ReuseScope | None) -> int:
+        """How many of `tokens` are cached."""
+        return int(self._manager.probe_reuse(tokens, scope))
+
+    def pending_pages(self) -> int:
+        """Pages that were given back and come free by themselves: nobody need leave for them."""
+        return 0
+
     def reserve_many(self, lanes: Sequence[int], num_tokens: list[int]) -> list[bool]:
         """Makes room for so many tokens in each lane; which of them got it."""
         return list(self._manager.resize_many(self._of(lanes), num_tokens))
@@ -119,14 +147,68 @@ class KVPool:
             self.disk.leave(lane)
         cache.close()
 
+    def park(self, lane: int, tokens: NDArray[np.int32]) -> Parked | None:
+        """Takes the lane of a sequence but lets it keep its pages; `tokens` are its last ones.
+
+        None where that would give no memory back: then it is released.
+        """
+        self.release(lane, tokens)
+        return None
+
+    def fork(self, lane: int, num_rows: int, count: int) -> list[Parked]:
+        """Twins of a lane that has num_rows rows, each parked with all of them but the last.
+
+        They share its pages: the lane needs `reserve_many` before it writes its next row.
+        """
+        (cache,) = self._of([lane])
+        if not cache.resize(None, num_rows):
+            raise InternalError(f"no room for {num_rows} rows that lane {lane} has")
+        twins = []
+        for _ in range(count):
+            twin = Parked(cache.fork(), num_rows - 1)
+            twin.cache.truncate(twin.num_rows)
+            self._parked.add(twin)
+            twins.append(twin)
+        return twins
+
+    def resume(
+        self, lane: int, parked: Parked, tokens: NDArray[np.int32], headroom: int
+    ) -> Resumed:
+        """Gives a parked cache a lane, with pages for `tokens`, which are the sequence's own.
+
+        NO_ROOM where they and `headroom` more pages are not to be had; it stays parked then.
+        """
+        cache = parked.cache
+        if cache.resume():
+            cache.set_base_page_index_buf(0, _GROUP, self.block_table[lane])
+            if cache.resize(len(tokens)) and self.available_pages() >= headroom:
+                self._lanes[lane] = cache
+                self._parked.remove(parked)
+                if self.disk is not None:
+                    committed = tokens[: cache.num_committed_tokens]
+                    self.disk.enter(lane, committed, cache.reuse_scope)
+                return Resumed.RUNS
+            cache.truncate(parked.num_rows)
+            cache.suspend()
+        return Resumed.NO_ROOM
+
+    def drop(self, parked: Parked) -> None:
+        """Gives the pages of a parked cache back; committed ones stay reusable."""
+        self._parked.discard(parked)
+        parked.cache.close()
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
     def clear(self) -> None:
-        """Forgets every cached prefix, those on disk too; no lane may be open."""
+        """Forgets every cached prefix, those on disk too; no cache may be open."""
         self._manager.clear_reusable_blocks()
         if self.disk is not None:
             self.disk.clear()
 
     def close(self) -> None:
-        """Gives the memory back; lanes that are open are closed. Safe to call again."""
+        """Gives the memory back; caches that are open are closed. Safe to call again."""
         manager, self._live_manager = self._live_manager, None
         if manager is None:
             return
@@ -137,6 +219,8 @@ class KVPool:
             if cache is not None:
                 cache.close()
                 self._lanes[lane] = None
+        for parked in list(self._parked):
+            self.drop(parked)
         self.caches.clear()
         manager.shutdown()
 
