@@ -35,7 +35,7 @@ class EngineCounters:
     """Tokens that ran in prompt chunks, recomputation after preemption included."""
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up in the prefix cache, by each sequence of a request."""
+    """Prompt tokens of requests that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Tokens found there, those on disk included."""
     prefix_cache_hits_disk: int = 0
@@ -43,6 +43,8 @@ class EngineCounters:
     disk_bytes_read: int = 0
     disk_bytes_written: int = 0
     """As of the last step; pages that were stored already do not count."""
+    forks: int = 0
+    """Sequences that took a computed prompt over from another one of their request."""
     preemptions: int = 0
     finished_stop: int = 0
     finished_length: int = 0

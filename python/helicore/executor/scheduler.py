@@ -262,6 +262,7 @@ class Scheduler:
             sequence.parked = twin
             self._enqueue(sequence)
         request.num_released = len(request.sequences)
+        self._counters.forks += len(twins)
 
     def _release_next(self, request: Request) -> None:
         """The one that was to compute the prompt has left: another sibling does."""

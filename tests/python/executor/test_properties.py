@@ -94,7 +94,8 @@ def test_random_traffic_gives_every_request_its_own_tokens(seed: int) -> None:
 def test_the_traffic_reaches_preemption_reuse_and_stops() -> None:
     counters = [Traffic(seed).run().counters for seed in range(4)]
     assert sum(c.preemptions for c in counters) > 10
-    assert sum(c.prefix_cache_hits for c in counters) > 200
+    assert sum(c.prefix_cache_hits for c in counters) > 50
+    assert sum(c.forks for c in counters) > 20
     assert sum(c.finished_stop for c in counters) > 20
     assert sum(c.finished_length for c in counters) > 20
     assert sum(c.finished_abort for c in counters) > 0
