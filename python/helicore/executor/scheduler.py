@@ -9,45 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from helicore._core import InternalError
 from helicore.config import SchedulerConfig
 from helicore.executor.counters import EngineCounters
-from helicore.executor.kv_pool import KVPool, Resumed
+from helicore.executor.kv_pool import KVPool, Parked, Resumed
 from helicore.executor.lanes import Ints, Lanes
 from helicore.executor.sequence import Phase, Request, Sequence
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens start .. start + length of a sequence's prompt, to be computed in one step."""
-
-    sequence: Sequence
-    start: int
-    length: int
-
-
-@dataclass(slots=True)
-class Step:
-    """What runs: one token of each decode lane, then the chunks."""
-
-    decode: Ints
-    chunks: list[Chunk]
-
-    @property
-    def empty(self) -> bool:
-        return not len(self.decode) and not self.chunks
-
-    def split(self, lanes: Lanes) -> Iterator[tuple[Sequence, Step]]:
-        """The same work, one sequence at a time."""
-        for position, lane in enumerate(self.decode.tolist()):
-            yield lanes.sequence(lane), Step(self.decode[position : position + 1], [])
-        for chunk in self.chunks:
-            yield chunk.sequence, Step(self.decode[:0], [chunk])
+from helicore.executor.steps import Step, plan_chunks
 
 
 class Scheduler:
@@ -89,6 +60,7 @@ class Scheduler:
         # Lanes whose pages may be full: those that just filled one, or began to decode.
         self._may_grow: list[int] = []
         self._blocked_at: tuple[Sequence | None, int] = (None, 0)
+        self._prefetched: tuple[Sequence | None, int] = (None, 0)
 
     # --- the step ----------------------------------------------------------------------------
 
@@ -96,10 +68,14 @@ class Scheduler:
         """Picks the next step; empty only when nothing can run now."""
         self._grow_decodes()
         self._admit()
+        self._prefetch()
         self._note_wait()
         decode = self._current_decodes()
         budget = self._config.max_num_batched_tokens - len(decode)
-        return Step(decode, self._plan_chunks(budget) if self._prefilling else [])
+        if not self._prefilling:
+            return Step(decode, [])
+        rows = self._max_prompt_logit_rows
+        return Step(decode, plan_chunks(self._prefilling, self._lanes, budget, rows))
 
     def advance(self, step: Step) -> None:
         """After the forward pass: rows are in the cache, full pages become reusable."""
@@ -204,6 +180,7 @@ class Scheduler:
         self._leave_lane(victim)
         self._enqueue(victim)
         self._counters.preemptions += 1
+        self._counters.suspends += victim.parked is not None
 
     def _drop_pages(self, sequence: Sequence) -> None:
         """A waiting sequence gives its pages back; it is recomputed through the prefix tree."""
@@ -282,7 +259,7 @@ class Scheduler:
         for a long one that came first.
         """
         waiting, budget = self._waiting, self._config.max_num_batched_tokens
-        planned = sum(self._remaining(sequence) for sequence in self._prefilling)
+        planned = sum(self._lanes.num_remaining(sequence.lane) for sequence in self._prefilling)
         while waiting and (
             planned < budget - len(self._decoding)
             or len(self._prefilling) < self._config.max_concurrent_prefills
@@ -291,7 +268,7 @@ class Scheduler:
             if sequence.phase is Phase.WAITING:
                 if not self._place(sequence):
                     break
-                planned += self._remaining(sequence)
+                planned += self._lanes.num_remaining(sequence.lane)
             heapq.heappop(waiting)
 
     def _place(self, sequence: Sequence) -> bool:
@@ -342,8 +319,7 @@ class Scheduler:
         if blocked is sequence and available <= available_then:
             return False  # nobody left since it was refused, and no page came back
         lane = self._lanes.take(sequence)
-        found = self._open(sequence, lane)
-        if not found:
+        if not self._open(sequence, lane):
             self._lanes.give_back(lane)
             self._blocked_at = (sequence, available)
             return False
@@ -354,39 +330,79 @@ class Scheduler:
         return True
 
     def _open(self, sequence: Sequence, lane: int) -> bool:
-        """Opens the lane's cache over what the sequence or the tree holds; False for no room.
+        """Gives a lane what the sequence or the tree holds of it; False for no room.
 
         The last known token is always computed: its logits are needed.
         """
         headroom = self._headroom(self.num_running)
         tokens = self._lanes.tokens[lane, : len(sequence.tokens)]
-        parked = sequence.parked
-        if parked is not None:
+        is_lookup_allowed = True
+        while True:
+            parked = self._look_up(sequence, is_lookup_allowed)
             resumed = self._pool.resume(lane, parked, tokens, headroom)
             if resumed is Resumed.RUNS:
-                self._parked.remove(sequence)
-                sequence.parked = None
-                self._enter(lane, parked.num_rows, int(parked.cache.num_committed_tokens))
+                self._enter(sequence, lane, parked)
                 return True
             if resumed is Resumed.NO_ROOM:
-                return False
-            self._drop_pages(sequence)
-        num_lookup = 0 if sequence.needs_prompt_logprobs else len(tokens) - 1
-        lookups = [num_lookup] if self.num_running else [num_lookup, 0]
-        for length in lookups:
-            matched = self._pool.open(
-                lane, tokens[:length], sequence.request.scope, len(tokens), headroom
-            )
-            if matched is not None:
-                self._enter(lane, matched, matched)
-                self._note_lookup(sequence, matched)
-                return True
-        return False
+                is_last = self.num_running or not parked.is_lookup or not is_lookup_allowed
+                if parked.is_lookup and not (is_last and self._pool.has_lower_levels):
+                    self._drop_pages(sequence)
+                if is_last:
+                    return False
+                is_lookup_allowed = False  # alone: pages that were found may be in the way
+            else:
+                self._counters.lost += 1
+                self._drop_pages(sequence)
 
-    def _enter(self, lane: int, num_computed: int, num_committed: int) -> None:
-        self._lanes.num_computed[lane] = num_computed
-        self._lanes.num_committed[lane] = num_committed
+    def _look_up(self, sequence: Sequence, is_allowed: bool = True) -> Parked:
+        """The pages that the sequence kept, or else those that the tree has of it."""
+        parked = sequence.parked
+        tokens = sequence.tokens[:-1]
+        if sequence.needs_prompt_logprobs or not is_allowed:
+            tokens = tokens[:0]
+        scope = sequence.request.scope
+        if parked is None or (
+            parked.is_lookup and self._pool.probe(tokens, scope) > parked.num_rows
+        ):
+            self._drop_pages(sequence)
+            sequence.parked = self._pool.look_up(tokens, scope)
+            self._parked.add(sequence)
+        assert sequence.parked is not None
+        return sequence.parked
+
+    def _enter(self, sequence: Sequence, lane: int, parked: Parked) -> None:
+        """The lane has the rows of `parked`, which is its cache now."""
+        sequence.parked = None
+        self._parked.discard(sequence)
+        self._lanes.num_computed[lane] = parked.num_rows
+        self._lanes.num_committed[lane] = parked.cache.num_committed_tokens
         self._lanes.num_reserved[lane] = self._lanes.num_tokens[lane]
+        if parked.is_lookup:
+            self._note_lookup(sequence, parked)
+        elif parked.was_running:
+            self._counters.resumes += 1
+
+    def _prefetch(self) -> None:
+        """Pages of those that run next come up while others run."""
+        if not self._num_waiting or not self._pool.has_lower_levels:
+            return
+        head = self._first_waiting()
+        if self._prefetched == (head, len(self._parked)):
+            return
+        self._look_up(head)
+        room = self._pool.free_pages() - self._headroom(self.num_running)
+        for sequence in heapq.nsmallest(4, self._parked, key=lambda parked: parked.order):
+            if sequence.parked is not None:
+                room -= self._num_pages(sequence.parked.num_rows)
+                if room < 0:
+                    break
+                self._pool.prefetch(sequence.parked)
+        self._prefetched = (head, len(self._parked))
+
+    def _first_waiting(self) -> Sequence:
+        while self._waiting[0][1].phase is not Phase.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1]
 
     def _headroom(self, num_running: int) -> int:
         """One page of growth for each sequence that runs: an admission is not undone at once."""
@@ -402,49 +418,16 @@ class Scheduler:
 
     def _note_wait(self) -> None:
         """How many steps the head of the queue has been the head."""
-        head = self._waiting[0][1] if self._num_waiting else None
+        head = self._first_waiting() if self._num_waiting else None
         if head is None or head is not self._head:
             self._head, self._counters.oldest_wait_steps = head, 0
         else:
             self._counters.oldest_wait_steps += 1
 
-    def _note_lookup(self, sequence: Sequence, matched: int) -> None:
+    def _note_lookup(self, sequence: Sequence, found: Parked) -> None:
         """Counted once per request: siblings fork."""
         if sequence.num_cached_tokens is None and sequence.index == 0:
             prompt_len = len(sequence.request.prompt)
-            sequence.num_cached_tokens = matched
-            self._counters.prompt_tokens += prompt_len
-            self._counters.prefix_cache_hits += matched
-            self._counters.prefix_cache_queries += prompt_len
-
-    # --- chunks of prompts -------------------------------------------------------------------
-
-    def _remaining(self, sequence: Sequence) -> int:
-        lane = sequence.lane
-        return int(self._lanes.num_tokens[lane] - self._lanes.num_computed[lane])
-
-    def _plan_chunks(self, budget: int) -> list[Chunk]:
-        """Half of the budget by order, the rest to the shortest remainder.
-
-        Rows of prompts whose logits are wanted are bounded over all of them: logits are large.
-        """
-        by_order = sorted(self._prefilling, key=lambda sequence: sequence.order)
-        by_size = sorted(
-            by_order, key=lambda sequence: (sequence.request.priority, self._remaining(sequence))
-        )
-        lengths: dict[int, int] = dict.fromkeys((s.lane for s in by_order), 0)
-        rows_left = self._max_prompt_logit_rows
-        for queue, share in ((by_order, budget - budget // 2), (by_size, budget)):
-            left = min(share, budget - sum(lengths.values()))
-            for sequence in queue:
-                extra = min(left, self._remaining(sequence) - lengths[sequence.lane])
-                if sequence.needs_prompt_logprobs:
-                    extra = min(extra, rows_left)
-                    rows_left -= extra
-                lengths[sequence.lane] += extra
-                left -= extra
-        return [
-            Chunk(sequence, int(self._lanes.num_computed[sequence.lane]), lengths[sequence.lane])
-            for sequence in by_order
-            if lengths[sequence.lane]
-        ]
+            sequence.num_cached_tokens = found.num_rows
+            sequence.cached_tokens_by_level = self._pool.tokens_by_level(found)
+            self._counters.note_lookup(prompt_len, found.num_rows, sequence.cached_tokens_by_level)

@@ -78,6 +78,8 @@ class Sequence:
     detokenizer: Detokenizer | None = None
     num_cached_tokens: int | None = None
     """Prompt tokens that the first admission found in the cache; None before it, and for forks."""
+    cached_tokens_by_level: list[int] | None = None
+    """Those of them that each level of the cache held, hot first; prefixes on disk not counted."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reported: bool = False
     """True once num_cached_tokens and prompt_logprobs were handed out."""
