@@ -100,7 +100,8 @@ class KVPool:
         return self._live_manager
 
     def available_pages(self) -> int:
-        """Pages that are free, or kept only for reuse."""
+        """Pages that are free, or that nobody needs here: kept for reuse, or parked ones that may
+        move down."""
         return int(self._manager.num_available_blocks)
 
     def look_up(self, tokens: NDArray[np.int32], scope: kv.ReuseScope | None) -> Parked:

@@ -165,8 +165,15 @@ class Scheduler:
         return [lane for lane, ok in zip(lanes, granted, strict=True) if not ok]
 
     def _give_way(self) -> None:
-        """The last in order of those that have pages loses them."""
-        self._take_from(max([*self.running, *self._parked], key=lambda sequence: sequence.order))
+        """The last in order of those whose pages are in the way loses them."""
+        victims = [*self.running, *self._parked_in_the_way(1)]
+        self._take_from(max(victims, key=lambda sequence: sequence.order))
+
+    def _parked_in_the_way(self, num_refused: int) -> set[Sequence]:
+        """Parked pages move down by themselves, unless so many pages were refused for lack of room
+        below."""
+        is_stuck = not self._pool.has_lower_levels or self._pool.available_pages() >= num_refused
+        return self._parked if is_stuck else set()
 
     def _take_from(self, victim: Sequence) -> None:
         if victim.parked is not None:
@@ -288,17 +295,19 @@ class Scheduler:
         None where all of them together can not make enough room.
         """
         priority = sequence.request.priority
-        lower = [s for s in self._parked if s.request.priority > priority]
-        if any(p > priority and n for p, n in self._num_running_of.items()):
-            lower += [s for s in self.running if s.request.priority > priority]
+        runs_lower = any(p > priority and n for p, n in self._num_running_of.items())
+        if not runs_lower and all(s.request.priority <= priority for s in self._parked):
+            return None
+        scope, known = sequence.request.scope, sequence.tokens[:-1]
+        found = self._num_rows(sequence) if sequence.parked else self._pool.probe(known, scope)
+        need = self._num_pages(len(known) + 1) - found // self._pool.page_size
+        parked = self._parked_in_the_way(need + self._headroom(self.num_running))
+        lower = [s for s in (*self.running, *parked) if s.request.priority > priority]
         victims = lower if self._lanes.num_free else [s for s in lower if s.parked is None]
         if not victims:
             return None
         room = sum(self._num_pages(self._num_rows(s)) for s in lower)
         num_left = self.num_running - sum(s.parked is None for s in lower)
-        scope, known = sequence.request.scope, sequence.tokens[:-1]
-        found = self._num_rows(sequence) if sequence.parked else self._pool.probe(known, scope)
-        need = self._num_pages(len(known) + 1) - found // self._pool.page_size
         if self._pool.available_pages() + room < need + self._headroom(num_left):
             return None
         return max(victims, key=lambda victim: victim.order)
