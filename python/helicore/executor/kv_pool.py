@@ -129,6 +129,11 @@ class KVPool:
         """Makes room for so many tokens in each lane; which of them got it."""
         return list(self._manager.resize_many(self._of(lanes), num_tokens))
 
+    def is_lost(self, lane: int) -> bool:
+        """Rows of an open lane are gone: a read failed in the last reserve_many."""
+        (cache,) = self._of([lane])
+        return not cache.is_active
+
     def commit_many(self, lanes: Sequence[int], tokens: Sequence[NDArray[np.int32]]) -> None:
         """Declares the next tokens of lanes final; entries of block_table may change."""
         flat = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
@@ -138,13 +143,16 @@ class KVPool:
                 self.disk.commit(lane, part)
 
     def release(self, lane: int, tokens: NDArray[np.int32]) -> None:
-        """Commits the last tokens of a lane and gives its pages back; they stay reusable."""
+        """Commits the last tokens of a lane and gives its pages back; they stay reusable.
+
+        Of a lane that lost rows nothing is committed.
+        """
         self._leave(lane, tokens).close()
 
     def _leave(self, lane: int, tokens: NDArray[np.int32]) -> kv.KVCache:
         (cache,) = self._of([lane])
         self._lanes[lane] = None
-        if len(tokens):
+        if len(tokens) and cache.is_active:
             cache.commit(tokens)
             if self.disk is not None:
                 self.disk.commit(lane, tokens)
@@ -193,14 +201,13 @@ class KVPool:
         """
         cache = parked.cache
         if not cache.resume():
-            failure = cache.last_failure
-            is_lost = failure is not None and getattr(failure, "data_lost", False)
-            return Resumed.LOST if is_lost else Resumed.NO_ROOM
+            return self._refusal(cache)
         cache.set_base_page_index_buf(0, _GROUP, self.block_table[lane])
         if not cache.resize(len(tokens)) or self.available_pages() < headroom:
-            cache.truncate(parked.num_rows)
-            cache.suspend()
-            return Resumed.NO_ROOM
+            if cache.is_active:
+                cache.truncate(parked.num_rows)
+                cache.suspend()
+            return self._refusal(cache)
         self._lanes[lane] = cache
         self._parked.remove(parked)
         if self.disk is not None:
@@ -273,6 +280,11 @@ class KVPool:
             self.drop(parked)
         self.caches.clear()
         manager.shutdown()
+
+    def _refusal(self, cache: kv.KVCache) -> Resumed:
+        failure = cache.last_failure
+        is_lost = failure is not None and getattr(failure, "data_lost", False)
+        return Resumed.LOST if is_lost else Resumed.NO_ROOM
 
     def _read_disk(self, lane: int, cache: kv.KVCache, tokens: NDArray[np.int32]) -> None:
         """Takes what the disk holds beyond the tree into the lane and into the tree."""

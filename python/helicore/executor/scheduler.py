@@ -162,7 +162,11 @@ class Scheduler:
         for lane, num_tokens, ok in zip(lanes, want, granted, strict=True):
             if ok:
                 self._lanes.num_reserved[lane] = num_tokens
-        return [lane for lane, ok in zip(lanes, granted, strict=True) if not ok]
+        refused = [lane for lane, ok in zip(lanes, granted, strict=True) if not ok]
+        for lane in [lane for lane in refused if self._pool.is_lost(lane)]:
+            refused.remove(lane)
+            self._recompute(self._lanes.sequence(lane))
+        return refused
 
     def _give_way(self) -> None:
         """The last in order of those whose pages are in the way loses them."""
@@ -188,6 +192,13 @@ class Scheduler:
         self._enqueue(victim)
         self._counters.preemptions += 1
         self._counters.suspends += victim.parked is not None
+
+    def _recompute(self, sequence: Sequence) -> None:
+        """Rows of a running sequence are lost: back to the queue, without pages."""
+        self._pool.release(sequence.lane, self._lanes.uncommitted(sequence.lane))
+        self._leave_lane(sequence)
+        self._enqueue(sequence)
+        self._counters.lost += 1
 
     def _drop_pages(self, sequence: Sequence) -> None:
         """A waiting sequence gives its pages back; it is recomputed through the prefix tree."""

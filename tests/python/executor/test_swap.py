@@ -198,6 +198,31 @@ def test_a_resume_that_lost_data_recomputes_that_request_alone(
     assert_nothing_is_left(engine)
 
 
+def test_a_running_sequence_that_lost_rows_is_recomputed_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserve = KVPool.reserve_many
+    lost: list[int] = []
+
+    def lose(self: KVPool, lanes: Any, num_tokens: list[int]) -> list[bool]:
+        granted = reserve(self, lanes, num_tokens)
+        if not lost and len(lanes) > 1:
+            lost.append(lanes[1])
+            self._of([lanes[1]])[0].suspend()  # as the manager leaves it
+            granted[1] = False
+        return granted
+
+    monkeypatch.setattr(KVPool, "reserve_many", lose)
+    engine, _ = fake_engine(block_size=16)
+    for i in range(3):
+        engine.add_request(str(i), prompt_of(24, i), greedy(20))
+    results = drain(engine)
+    for i in range(3):
+        assert tokens_of(results[str(i), 0]) == greedy_output(prompt_of(24, i), 20, eos=False)
+    assert (engine.counters.lost, engine.counters.preemptions) == (1, 0)
+    assert_nothing_is_left(engine)
+
+
 def test_a_full_lower_level_falls_back_to_recomputation(options: dict[str, Any]) -> None:
     if not has_lower_level(options):
         pytest.skip("there is none")
