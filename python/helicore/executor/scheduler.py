@@ -326,7 +326,7 @@ class Scheduler:
     def _clear_idle_pool(self, sequence: Sequence) -> None:
         """Nothing runs, and still there is no room: the last one that waits with pages has them."""
         last = max(self._parked, key=lambda parked: parked.order, default=None)
-        if last is None:
+        if last is None or (last is sequence and sequence.parked and sequence.parked.is_lookup):
             raise InternalError(
                 f"an idle pool has no room for {len(sequence.tokens)} tokens of request "
                 f"{sequence.request.request_id!r}"

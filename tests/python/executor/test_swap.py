@@ -144,6 +144,26 @@ def test_a_more_important_request_suspends_a_less_important_one(options: dict[st
     assert_nothing_is_left(engine)
 
 
+def test_prompt_logprobs_are_whole_after_a_suspension_in_the_middle(
+    options: dict[str, Any],
+) -> None:
+    def entries(engine: Engine, results: dict[tuple[str, int], Updates]) -> list[Any]:
+        (found,) = [u.prompt_logprobs for u in results["long", 0] if u.prompt_logprobs]
+        return [None if e is None else (e.token_id, e.logprob) for e in found]
+
+    params = greedy(3, prompt_logprobs=0)
+    alone, _ = fake_engine(max_num_batched_tokens=16)
+    alone.add_request("long", prompt_of(100, 1), params)
+    expected = entries(alone, drain(alone))
+    engine, _ = fake_engine(max_num_seqs=1, max_num_batched_tokens=16, **options)
+    engine.add_request("long", prompt_of(100, 1), params, priority=1)
+    for _ in range(3):
+        engine.step()
+    engine.add_request("high", prompt_of(5, 2), greedy(3))
+    assert entries(engine, drain(engine)) == expected
+    assert engine.counters.preemptions == 1
+
+
 def test_an_abort_of_a_suspended_sequence_gives_its_pages_back(options: dict[str, Any]) -> None:
     engine, _ = fake_engine(max_num_seqs=1, **options)
     engine.add_request("low", prompt_of(40, 1), greedy(50), priority=1)
