@@ -296,7 +296,7 @@ void KVCache::reserve_tables(int32_t num_blocks) {
   }
 }
 
-void KVCache::IndexTable::move_to_own(size_t size, size_t count) {
+void IndexTable::move_to_own(size_t size, size_t count) {
   if (size > own.size()) {
     std::vector<int32_t> grown(size, kBadPageIndex);
     retired.reserve(retired.size() + 1);
@@ -318,7 +318,7 @@ bool KVCache::fail(const NoRoom& reason, uint64_t& counter) noexcept {
   return false;
 }
 
-const KVCache::IndexTable& KVCache::table(LifeCycleId group, int beam) const {
+const IndexTable& KVCache::table(LifeCycleId group, int beam) const {
   HELICORE_CHECK(beam == kDefaultBeamIndex, "kv.page_table", "beam must be 0, got ", beam);
   HELICORE_CHECK(group.value() >= 0 && static_cast<size_t>(group.value()) < tables_.size(),
                  "kv.page_table", "layer group must be in [0, ", tables_.size(), "), got ", group);

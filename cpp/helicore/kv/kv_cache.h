@@ -11,13 +11,16 @@
 #include "helicore/core/types.h"
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
+#include "helicore/kv/index_table.h"
 #include "helicore/kv/page_slab.h"
+#include "helicore/kv/prefetch.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
 
 namespace helicore::kv {
 
 struct ManagerState;
+class KVCache;
 class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
@@ -56,6 +59,10 @@ class KVCache {
   // ACTIVE -> SUSPENDED: pages stay held (nothing else may take them), page tables read BAD,
   // caller-owned table rows are filled with BAD and let go.
   void suspend();
+  // Brings pages that are colder than `level` up to it, front blocks first, in batches that leave
+  // room for other copies; best effort. SUSPENDED only. Never blocks. A second call takes the place
+  // of the first.
+  [[nodiscard]] PrefetchTicket prefetch(int level = kHotLevel);
   // Sets the cursors; nullopt keeps one. ACTIVE only. False when the pages for a larger capacity
   // can't be had. Throws InvalidArgument when history would shrink (see truncate), capacity <
   // history, or a caller's table row is too short.
@@ -124,21 +131,10 @@ class KVCache {
 
  private:
   friend class KVCacheManager;
+  friend class PrefetchTicket;
   friend struct ManagerState;
   friend struct Introspection;
 
-  // A page table: its own memory or a row of the caller's. Memory that a view may show stays until
-  // the cache is gone: a view that is out of date reads old entries, never freed memory.
-  struct IndexTable {
-    std::vector<int32_t> own;
-    std::vector<std::vector<int32_t>> retired;  // what `own` was before it grew
-    int32_t* data = nullptr;
-    size_t capacity = 0;
-    bool is_external = false;
-    // Moves into own memory of at least `size` entries: the first `count` as they are, the rest
-    // BAD.
-    void move_to_own(size_t size, size_t count);
-  };
   struct CreateArgs {
     ReuseScope scope;
     std::span<const TokenId> tokens;
@@ -204,6 +200,8 @@ class KVCache {
   [[nodiscard]] NodeId tail_node_with_own_pages();
   [[nodiscard]] bool is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept;
   void close_locked();
+  // Starts the next batch of a prefetch when the last has arrived.
+  void pump_prefetch();
   // Moves history on; blocks that become stale are let go, or kept until they are committed.
   void advance_history(int32_t history);
   void let_go_stale(int32_t ordinal, size_t life_cycle);
@@ -288,6 +286,14 @@ class KVCache {
   std::vector<TimePoint> waits_;      // what the stream waits for before it goes on
   std::vector<PageHandle> stale_released_;
   std::vector<Replacement> replacements_;
+  struct Prefetch {
+    uint64_t serial = 0;
+    int level = kHotLevel;
+    std::vector<PageHandle> pages;  // still to come, last first
+    TimePoint arrival;              // of the batch under way
+    bool is_short = false;          // there was no room for everything
+  };
+  Prefetch prefetch_;
   std::optional<NoRoom> last_failure_;
   std::optional<int64_t> stream_;
   int64_t id_;

@@ -1,0 +1,29 @@
+// A prefetch of a cache's pages, as its caller sees it.
+#pragma once
+
+#include <cstdint>
+
+namespace helicore::kv {
+
+class KVCache;
+
+// Pages of a suspended cache on their way to a hotter level. The cache must outlive it.
+class PrefetchTicket {
+ public:
+  PrefetchTicket() = default;
+  // Nothing is left to do: everything arrived, there was no room for the rest, or it was cancelled.
+  // Starts the next batch when the last one has arrived: poll it once per step.
+  [[nodiscard]] bool is_done();
+  // Starts nothing more; what is under way arrives.
+  void cancel();
+  // Every page arrived.
+  [[nodiscard]] bool is_complete() const noexcept;
+
+ private:
+  friend class KVCache;
+  PrefetchTicket(KVCache* cache, uint64_t serial) : cache_(cache), serial_(serial) {}
+  KVCache* cache_ = nullptr;
+  uint64_t serial_ = 0;
+};
+
+}  // namespace helicore::kv
