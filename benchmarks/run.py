@@ -30,6 +30,7 @@ TAKES_ROUNDS = frozenset({"throughput", "latency", "latency_b64", "kv", "mla"})
 ROUTINES: dict[str, str] = {
     "executor": "routines/executor.py",
     "disk_prefix": "routines/disk_prefix.py",
+    "sharing": "routines/sharing.py",
 }
 
 
