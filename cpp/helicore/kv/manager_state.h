@@ -2,6 +2,8 @@
 // that guards them. Internal: users include kv_cache_manager.h.
 #pragma once
 
+#include <atomic>
+#include <memory>
 #include <optional>
 #include <shared_mutex>
 #include <vector>
@@ -9,6 +11,7 @@
 #include "helicore/kv/config.h"
 #include "helicore/kv/layout.h"
 #include "helicore/kv/life_cycle.h"
+#include "helicore/kv/operation_sink.h"
 #include "helicore/kv/page_store.h"
 #include "helicore/kv/quota.h"
 #include "helicore/kv/radix_tree.h"
@@ -18,6 +21,7 @@ namespace helicore::kv {
 
 class KVCache;
 class KVCacheManager;
+class OperationRecorder;
 
 // Builds that check invariants after each operation look at every cache under the lock, so there
 // the lock-free fast paths of a cache take the lock too.
@@ -59,6 +63,19 @@ struct ManagerState {
   [[nodiscard]] std::optional<NoRoom> utilisation_gate() const noexcept;
   // Runs check_invariants() in builds with HELICORE_DEBUG_CHECKS.
   void verify() const;
+
+  // Who sees the public calls; null: nobody. Sinks stay until the end, for a call may be on its way
+  // to one that was stopped.
+  std::atomic<OperationSink*> sink{nullptr};
+  OperationRecorder* recorder = nullptr;  // the one that start_recording() made
+  std::vector<std::unique_ptr<OperationSink>> sinks;
 };
+
+// The sink that a public call goes to first; null when there is none or the call comes from it.
+[[nodiscard]] inline OperationSink* recording(const ManagerState* state) noexcept {
+  if (state == nullptr) return nullptr;
+  OperationSink* sink = state->sink.load(std::memory_order_acquire);
+  return sink == nullptr || sink->is_inside() ? nullptr : sink;
+}
 
 }  // namespace helicore::kv
