@@ -44,12 +44,13 @@ void visit(A& a, BufferConfig& c) {
 }
 template <typename A>
 void visit(A& a, AttentionLayerConfig& c) {
-  auto& [layer_id, buffers, window, sinks, domain] = c;
+  auto& [layer_id, buffers, window, sinks, domain, policy] = c;
   a("layer_id", layer_id);
   a("buffers", buffers);
   a("sliding_window_size", window);
   a("num_sink_tokens", sinks);
   a("cache_domain", domain);
+  a("reuse_policy", policy);
 }
 template <typename A>
 void visit(A& a, SsmLayerConfig& c) {
@@ -76,15 +77,16 @@ void visit(A& a, SwaScratchReuseConfig& c) {
 }
 template <typename A>
 void visit(A& a, KVCacheManagerConfig& c) {
-  auto& [tokens_per_block, cache_tiers, layers, max_util, partial, backoff, constraints,
-         typical_step, ratio, scratch, min_snapshot, stats, text_only, min_sampled, cooldown,
-         interval, threshold, decay, events] = c;
+  auto& [tokens_per_block, cache_tiers, layers, max_util, partial, backoff, draft_backoff,
+         constraints, typical_step, ratio, scratch, min_snapshot, stats, text_only, min_sampled,
+         cooldown, interval, threshold, decay, device_index, events] = c;
   a("tokens_per_block", tokens_per_block);
   a("cache_tiers", cache_tiers);
   a("layers", layers);
   a("max_util_for_resume", max_util);
   a("enable_partial_reuse", partial);
   a("reuse_match_backoff", backoff);
+  a("draft_reuse_match_backoff", draft_backoff);
   a("constraints", constraints);
   a("typical_step", typical_step);
   a("initial_pool_ratio", ratio);
@@ -97,6 +99,7 @@ void visit(A& a, KVCacheManagerConfig& c) {
   a("rebalance_target_ratio_update_interval", interval);
   a("rebalance_ratio_threshold", threshold);
   a("rebalance_moving_average_decay", decay);
+  a("device_index", device_index);
   a("event_buffer_size", events);
 }
 

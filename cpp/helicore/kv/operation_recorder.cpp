@@ -37,8 +37,10 @@ OperationLog header_of(const ManagerState& state, const RecordingOptions& option
       if (auto* disk = std::get_if<DiskCacheTierConfig>(&tier)) disk->path.clear();
     }
   }
-  for (const PoolGroupStatistics& group : state.owner->storage_statistics()) {
-    log.slots.push_back({kHotLevel, group.pool_group.value(), group.total});
+  for (int level = 0; level < state.owner->num_levels(); ++level) {
+    for (const PoolGroupStatistics& group : state.owner->storage_statistics(level)) {
+      log.slots.push_back({level, group.pool_group.value(), group.total});
+    }
   }
   return log;
 }

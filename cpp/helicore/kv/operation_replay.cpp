@@ -1,6 +1,7 @@
 #include "helicore/kv/operation_replay.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <numeric>
 #include <sstream>
 #include <utility>
@@ -54,25 +55,51 @@ std::optional<std::string> compare(const Operation& recorded, const Operation& r
   return std::nullopt;
 }
 
-// Slots per pool group of the hot level, in the log's terms.
+// Slots per pool group of every level, in the log's terms.
 std::vector<RecordedSlots> slots_of(const KVCacheManagerConfig& config) {
   const LifeCycleRegistry registry(config);
   const StorageLayout layout(config, registry);
-  const QuotaSplit split =
-      split_quota(config, registry, layout, quota_of(config.cache_tiers[0]), kHostGrainBytes);
   std::vector<RecordedSlots> slots;
-  for (size_t g = 0; g < split.num_slots.count(); ++g) {
-    const PoolGroupId group(static_cast<int32_t>(g));
-    slots.push_back({kHotLevel, group.value(), split.num_slots[group]});
+  GroupSlots hot(layout.groups().count(), 0);
+  for (size_t level = 0; level < config.cache_tiers.size(); ++level) {
+    const int64_t quota = quota_of(config.cache_tiers[level]);
+    const int64_t grain = grain_of(tier_of(config.cache_tiers[level]), quota);
+    const QuotaSplit split = level == 0 ? split_quota(config, registry, layout, quota, grain)
+                                        : split_cold_quota(layout, hot, quota, grain);
+    for (size_t g = 0; g < split.num_slots.count(); ++g) {
+      const PoolGroupId group(static_cast<int32_t>(g));
+      if (level == 0) hot[group] = split.num_slots[group];
+      slots.push_back({static_cast<int32_t>(level), group.value(), split.num_slots[group]});
+    }
   }
   return slots;
+}
+
+// The bytes of each level that hold the slots; false when they are not of this layout.
+bool set_quotas(const std::vector<RecordedSlots>& slots, KVCacheManagerConfig& config) {
+  const LifeCycleRegistry registry(config);
+  const StorageLayout layout(config, registry);
+  std::vector<int64_t> quotas(config.cache_tiers.size(), 0);
+  for (const RecordedSlots& entry : slots) {
+    if (entry.level < 0 || static_cast<size_t>(entry.level) >= quotas.size() ||
+        entry.pool_group < 0 || static_cast<size_t>(entry.pool_group) >= layout.groups().count()) {
+      return false;
+    }
+    const auto level = static_cast<size_t>(entry.level);
+    quotas[level] +=
+        bytes_for_slots(layout.groups()[PoolGroupId(entry.pool_group)], entry.num_slots,
+                        grain_of(tier_of(config.cache_tiers[level]), 1));
+  }
+  for (size_t level = 0; level < quotas.size(); ++level) {
+    std::visit([&](auto& tier) { tier.quota = quotas[level]; }, config.cache_tiers[level]);
+  }
+  return true;
 }
 
 // Divides every buffer's size by what they have in common, down to the grain, which keeps the
 // number of slots a matter of division. The config itself when the slots come out otherwise.
 KVCacheManagerConfig shrunk(const KVCacheManagerConfig& config,
                             const std::vector<RecordedSlots>& slots) {
-  if (config.cache_tiers.size() != 1) return config;
   int64_t common = 0;
   for (const LayerConfig& layer : config.layers) {
     for (const BufferConfig& buffer : buffers_of(layer)) common = std::gcd(common, buffer.size);
@@ -88,27 +115,37 @@ KVCacheManagerConfig shrunk(const KVCacheManagerConfig& config,
         },
         layer);
   }
-  const LifeCycleRegistry registry(small);
-  const StorageLayout layout(small, registry);
-  int64_t quota = 0;
-  for (const RecordedSlots& entry : slots) {
-    if (entry.pool_group < 0 || static_cast<size_t>(entry.pool_group) >= layout.groups().count()) {
-      return config;
+  return set_quotas(slots, small) && slots_of(small) == slots ? small : config;
+}
+
+// Levels that this machine may lack: GPU memory becomes host memory, the folder of another machine
+// the one for temporary files.
+KVCacheManagerConfig at_home(const OperationLog& log) {
+  KVCacheManagerConfig config = log.config;
+  bool had_gpu = false;
+  for (CacheTierConfig& tier : config.cache_tiers) {
+    if (const auto* gpu = std::get_if<GpuCacheTierConfig>(&tier)) {
+      tier = HostCacheTierConfig{gpu->quota};
+      had_gpu = true;
+    } else if (auto* disk = std::get_if<DiskCacheTierConfig>(&tier)) {
+      std::error_code ignored;
+      if (!std::filesystem::is_directory(disk->path, ignored)) {
+        disk->path = std::filesystem::temp_directory_path().string();
+      }
     }
-    quota += bytes_for_slots(layout.groups()[PoolGroupId(entry.pool_group)], entry.num_slots,
-                             kHostGrainBytes);
   }
-  std::visit([&](auto& tier) { tier.quota = quota; }, small.cache_tiers[0]);
-  return slots_of(small) == slots ? small : config;
+  if (had_gpu) (void)set_quotas(log.slots, config);
+  return config;
 }
 
 KVCacheManagerConfig config_for(const OperationLog& log, const ReplayOptions& options) {
   HELICORE_CHECK(options.check_every >= 0, kWhere, "check_every must be >= 0, got ",
                  options.check_every);
   if (options.config) return *options.config;
-  log.config.validate();
-  check_supported(log.config);
-  return options.shrink_pages ? shrunk(log.config, log.slots) : log.config;
+  const KVCacheManagerConfig config = at_home(log);
+  config.validate();
+  check_supported(config);
+  return options.shrink_pages ? shrunk(config, log.slots) : config;
 }
 
 std::string note_of(const OperationLog& log) {
@@ -163,15 +200,16 @@ KVCache* Replayer::cache(int64_t serial) const noexcept {
 }
 
 std::optional<std::string> Replayer::compare_slots() const {
-  for (const PoolGroupStatistics& group : manager_->storage_statistics()) {
-    for (const RecordedSlots& entry : log_.slots) {
-      if (entry.level != kHotLevel || entry.pool_group != group.pool_group.value() ||
-          entry.num_slots == group.total) {
-        continue;
+  for (const RecordedSlots& entry : log_.slots) {
+    int64_t total = 0;
+    if (entry.level >= 0 && entry.level < manager_->num_levels()) {
+      for (const PoolGroupStatistics& group : manager_->storage_statistics(entry.level)) {
+        if (group.pool_group.value() == entry.pool_group) total = group.total;
       }
-      return detail::concat("pool group ", entry.pool_group, " of level ", entry.level, " had ",
-                            entry.num_slots, " slots, here it has ", group.total);
     }
+    if (entry.num_slots == total) continue;
+    return detail::concat("pool group ", entry.pool_group, " of level ", entry.level, " had ",
+                          entry.num_slots, " slots, here it has ", total);
   }
   return std::nullopt;
 }

@@ -19,7 +19,8 @@ struct ReplayOptions {
   bool shrink_pages = true;
   // After every n-th operation all invariants are checked; 0: never.
   int32_t check_every = 64;  // >= 0
-  // Taken in place of the log's, for levels that this machine lacks; must give as many slots.
+  // Taken in place of the log's; must give as many slots. By default GPU levels become host levels
+  // and a disk level whose folder is not there uses that for temporary files.
   std::optional<KVCacheManagerConfig> config = std::nullopt;
 };
 

@@ -35,15 +35,19 @@ void add_cursors(Mixer& mixer, const KVCache& cache) {
 
 void add_page(Mixer& mixer, const PageRecord& page) {
   mixer.add(page.slot.value(), page.life_cycle, page.pool_group, page.level, page.hold_count,
-            page.lock_count, page.priority, page.num_tokens, page.queued);
+            page.lock_count, page.priority, page.num_tokens, page.queued, page.useless, page.lost,
+            page.copy_level, page.copy_slot.value());
 }
 
 void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
   mixer.add(cache.serial());
   add_cursors(mixer, cache);
-  for (const PageHandle& handle : Introspection::pages(cache)) {
-    add_page(mixer, state.store.page(handle.id));
-  }
+  const auto add = [&](const PageHandle& handle) {
+    mixer.add(handle.is_null());
+    if (!handle.is_null()) add_page(mixer, state.store.page(handle.id));
+  };
+  for (const PageHandle& handle : Introspection::pages(cache)) add(handle);
+  add(Introspection::state_page(cache));
 }
 
 // Nodes are summed up: their numbers and the order of siblings do not count, the slots of a node
@@ -57,9 +61,14 @@ uint64_t tree_digest(const ManagerState& state) {
     Mixer mixer;
     mixer.add(node.ordinal, node.num_tokens, node.num_pins);
     if (node.parent != kNoNode) {
-      for (PageId page : state.tree.pages(id)) add_page(mixer, state.store.page(page));
+      for (PageId page : state.tree.pages(id)) {
+        mixer.add(page == kNoPage);
+        if (page != kNoPage) add_page(mixer, state.store.page(page));
+      }
       if (node.ordinal > 0) {
-        mixer.add(state.store.page(state.tree.pages(node.parent)[0]).slot.value());
+        for (PageId page : state.tree.pages(node.parent)) {
+          if (page != kNoPage) mixer.add(state.store.page(page).slot.value());
+        }
       }
     }
     sum += mixer.value();
@@ -75,9 +84,13 @@ uint64_t counters_digest(const ManagerState& state, std::span<KVCache* const> ca
   Mixer mixer;
   const auto counters = std::bit_cast<std::array<uint64_t, sizeof(KVCacheStats) / 8>>(state.stats);
   for (uint64_t counter : counters) mixer.add(counter);
-  for (size_t g = 0; g < state.store.num_groups(); ++g) {
-    const PoolGroupCounts counts = state.store.counts(PoolGroupId(static_cast<int32_t>(g)));
-    mixer.add(counts.total, counts.free, counts.evictable);
+  for (int level = 0; level < state.store.num_levels(); ++level) {
+    for (size_t g = 0; g < state.store.num_groups(); ++g) {
+      const PoolGroupId group(static_cast<int32_t>(g));
+      const PoolGroupCounts counts = state.store.counts(group, level);
+      // When a freed slot is taken in again is a matter of time.
+      mixer.add(counts.total, counts.free + counts.pending, counts.clean, counts.evictable);
+    }
   }
   mixer.add(state.caches.size(), state.num_active, state.tree.num_nodes(), state.is_shut_down);
   for (const KVCache* cache : caches) {
@@ -90,11 +103,11 @@ uint64_t state_digest(const ManagerState& state) {
   Mixer mixer;
   for (const KVCache* cache : state.caches) add_cache(mixer, state, *cache);
   mixer.add(tree_digest(state));
-  for (size_t g = 0; g < state.store.num_groups(); ++g) {
-    const EvictionQueue& queue = state.store.queue(PoolGroupId(static_cast<int32_t>(g)));
-    for (int priority = kPriorityMin; priority <= kPriorityMax; ++priority) {
-      for (PageId id = queue.front_of(priority); id != kNoPage; id = state.store.page(id).next) {
-        mixer.add(priority, state.store.page(id).slot.value());
+  for (int level = 0; level < state.store.num_levels(); ++level) {
+    for (size_t g = 0; g < state.store.num_groups(); ++g) {
+      const EvictionQueue& queue = state.store.queue(PoolGroupId(static_cast<int32_t>(g)), level);
+      for (PageId id = queue.front(); id != kNoPage; id = queue.after(state.store.pages(), id)) {
+        mixer.add(level, state.store.page(id).slot.value());
       }
     }
   }

@@ -22,12 +22,14 @@ KVCacheManagerConfig full_config() {
                            .buffers = {{"k", 4096, 16}, {"v", 512}},
                            .sliding_window_size = 128,
                            .num_sink_tokens = 0,
-                           .cache_domain = CacheDomain::kDraft},
+                           .cache_domain = CacheDomain::kDraft,
+                           .reuse_policy = ReusePolicy::kOptional},
       SsmLayerConfig{.layer_id = 8, .buffers = {{"state = 1", 99}}},
   };
   config.max_util_for_resume = 0.1 + 0.2;  // needs all its digits
   config.enable_partial_reuse = false;
   config.reuse_match_backoff = 3;
+  config.draft_reuse_match_backoff = 5;
   config.constraints = {BatchDesc{{{5, 2}, {9, 9}}, 4}, BatchDesc{{}, 1}};
   config.typical_step = BatchDesc{{{70, 60}}, 7};
   config.initial_pool_ratio = std::vector<double>{1.0 / 3, 2.0 / 3};
@@ -40,6 +42,7 @@ KVCacheManagerConfig full_config() {
   config.rebalance_target_ratio_update_interval = 2;
   config.rebalance_ratio_threshold = 1e300;
   config.rebalance_moving_average_decay = 0.5;
+  config.device_index = 2;
   config.event_buffer_size = 17;
   return config;
 }

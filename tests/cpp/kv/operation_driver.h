@@ -153,7 +153,7 @@ class OperationDriver {
     int scope = 0;
     std::vector<TokenId> committed;
   };
-  enum class Must { kEither, kThrow };
+  enum class Must { kEither, kThrow, kSucceed };
 
   static ReuseScope scope_of(int scope) {
     ReuseScope result;
@@ -177,6 +177,7 @@ class OperationDriver {
     } catch (const LogicError&) {
     } catch (const ResourceBusy&) {
     }
+    if (must == Must::kSucceed && !done) fail(std::string(what) + ": was refused");
     if (must == Must::kThrow && !threw) fail(std::string(what) + ": misuse was accepted");
     if (!done && digest() != before) {
       fail(std::string(what) + (threw ? ": threw" : ": found no room") + " and changed the state");
@@ -290,7 +291,7 @@ class OperationDriver {
     committed_.clear();
     cleared_ = true;
     for (const PoolGroupStatistics& group : manager_.storage_statistics()) {
-      if (group.free != group.total) fail("slots leaked");
+      if (group.free + group.pending != group.total) fail("slots leaked");
     }
   }
 
@@ -342,13 +343,21 @@ class OperationDriver {
     KVCache& cache = *sequence.cache;
     const int least = cache.num_committed_tokens();
     const int length = least + source_.below(cache.capacity() - least + 1);
-    cache.truncate(length);
-    if (cache.capacity() != length) fail("truncate did not set the capacity");
+    const bool done = attempt("truncate", is_plain_ ? Must::kSucceed : Must::kEither, [&] {
+      cache.truncate(length);
+      return true;
+    });
+    if (done && cache.capacity() != length) fail("truncate did not set the capacity");
   }
 
   void fork(Sequence& sequence) {
     if (sequences_.size() >= 10) return;
-    Sequence child{sequence.cache->fork(), sequence.scope, sequence.committed};
+    Sequence child{nullptr, sequence.scope, sequence.committed};
+    attempt("fork", is_plain_ ? Must::kSucceed : Must::kEither, [&] {
+      child.cache = sequence.cache->fork();
+      return true;
+    });
+    if (child.cache == nullptr) return;
     if (child.cache->committed_tokens() != child.committed) fail("a fork has other tokens");
     sequences_.push_back(std::move(child));
   }
@@ -450,7 +459,11 @@ class OperationDriver {
       at += count;
     }
     for (const KVCache* cache : caches) lengths.push_back(cache->num_committed_tokens());
-    if (source_.one_in(3)) manager_.truncate_many(caches, lengths);
+    if (!source_.one_in(3)) return;
+    attempt("truncate_many", is_plain_ ? Must::kSucceed : Must::kEither, [&] {
+      manager_.truncate_many(caches, lengths);
+      return true;
+    });
   }
 
   // A null, a cache twice, lengths that do not fit, caches in the wrong state.
@@ -499,7 +512,7 @@ class OperationDriver {
     sequences_.clear();
     int64_t in_use = 0;
     for (const PoolGroupStatistics& group : manager_.storage_statistics()) {
-      in_use += group.unavailable();
+      in_use += group.unavailable() - group.pending;
     }
     if (in_use != 0) fail("pages stay in use after the last cache");
     if (!source_.one_in(2)) return;
