@@ -188,9 +188,11 @@ RecordingSummary KVCacheManager::stop_recording() {
     const std::unique_lock lock(state_->mutex);
     HELICORE_KV_STATE(state_->recorder != nullptr, "kv.stop_recording", "no recording is running");
     recorder = std::exchange(state_->recorder, nullptr);
-    state_->sink.store(nullptr, std::memory_order_release);
   }
-  return recorder->finish();
+  // Before the sink is taken away: a call that nobody sees may not come before one that is noted.
+  RecordingSummary summary = recorder->finish();
+  state_->sink.store(nullptr, std::memory_order_release);
+  return summary;
 }
 
 bool KVCacheManager::is_recording() const {

@@ -11,8 +11,6 @@ namespace helicore::kv {
 void OperationSink::run(Operation& operation, std::span<KVCache* const> caches,
                         const std::function<void()>& call) {
   const std::lock_guard lock(mutex_);
-  if (is_stopped_) return call();
-  begun(operation);
   struct Inside {
     std::atomic<std::thread::id>& owner;
     explicit Inside(std::atomic<std::thread::id>& o) : owner(o) {
@@ -20,6 +18,11 @@ void OperationSink::run(Operation& operation, std::span<KVCache* const> caches,
     }
     ~Inside() { owner.store(std::thread::id(), std::memory_order_relaxed); }
   };
+  if (is_stopped_) {
+    const Inside inside(owner_);
+    return call();
+  }
+  begun(operation);
   try {
     const Inside inside(owner_);
     call();
