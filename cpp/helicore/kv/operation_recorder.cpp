@@ -191,7 +191,8 @@ RecordingSummary KVCacheManager::stop_recording() {
   }
   // Before the sink is taken away: a call that nobody sees may not come before one that is noted.
   RecordingSummary summary = recorder->finish();
-  state_->sink.store(nullptr, std::memory_order_release);
+  OperationSink* own = recorder;
+  state_->sink.compare_exchange_strong(own, nullptr, std::memory_order_acq_rel);
   return summary;
 }
 
