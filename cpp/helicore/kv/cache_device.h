@@ -48,8 +48,8 @@ class MemoryPool {
 
 struct PoolSpec {
   CacheTier tier = CacheTier::kHostMem;
-  int64_t num_bytes = 0;   // to begin with
-  int64_t max_bytes = 0;   // the most that resize() may ask for: reserved as addresses only
+  int64_t num_bytes = 0;    // to begin with
+  int64_t max_bytes = 0;    // the most that resize() may ask for: reserved as addresses only
   std::string directory{};  // kDisk: where the anonymous file is made
 };
 
@@ -111,8 +111,8 @@ class CacheDevice {
   // anything. Never blocks on the copies.
   [[nodiscard]] virtual TimePoint copy(std::span<const CopyTask> tasks,
                                        std::span<const TimePoint> after) = 0;
-  // Copies inside memory of the hot level in the order of `stream`. CPU: done on return. Throws only
-  // before it has started anything.
+  // Copies inside memory of the hot level in the order of `stream`. CPU: done on return. Throws
+  // only before it has started anything.
   virtual void copy_on(StreamHandle stream, std::span<const CopyTask> tasks) = 0;
 
   // How many tasks have failed so far; one load.
@@ -139,13 +139,22 @@ class CacheDevice {
 
 struct CacheDeviceConfig {
   DeviceType type = DeviceType::kCpu;
-  int32_t index = 0;             // CUDA ordinal
+  int32_t index = 0;             // CUDA ordinal; 0 for the CPU
+  int32_t num_copy_threads = 0;  // for copies in host memory; 0: min(4, cores / 2), at least 1
+  int32_t num_file_lanes = 4;    // batches to or from files that run at once; > 0
   int32_t num_io_threads = 4;    // of the thread back end of asynchronous file I/O; > 0
-  int32_t num_fault_threads = 0;  // that touch new host memory in advance; 0: min(16, cores / 2)
-  int64_t staging_bytes = int64_t{64} << 20;  // pinned memory between GPU and disk; > 0
-  bool use_io_uring = true;      // else threads
+  // That touch new host memory in advance. 0: for CUDA min(16, cores / 2), for the CPU none: memory
+  // is then had from the system page by page, on first use.
+  int32_t num_fault_threads = 0;
+  int64_t staging_bytes = int64_t{64} << 20;  // pinned memory between GPU and disk; >= 1 MiB
+  bool use_io_uring = true;                   // else threads
+  bool huge_pages = false;                    // asks for 2 MiB pages of host memory
+  // Throws InvalidArgument.
   void validate() const;
 };
+
+// grain() as every device has it.
+[[nodiscard]] int64_t default_grain(CacheTier tier, int64_t quota) noexcept;
 
 // Throws InvalidArgument, or NotSupported for CUDA where there is none.
 [[nodiscard]] std::unique_ptr<CacheDevice> make_cache_device(const CacheDeviceConfig& config);
