@@ -68,8 +68,11 @@ class OwnStream {
 };
 
 enum Route : uint8_t { kToGpu, kFromGpu, kInGpu, kInHost, kFiles, kNumRoutes };
-constexpr int kJoins = 3;  // index of the stream on which points are joined
-constexpr int kNumStreams = 4;
+// Streams of the device's own: of each direction one for batches that may begin at once and two for
+// those that have to wait, behind which no other should stand; then one for joins.
+constexpr size_t kStreamsPerDirection = 3;
+constexpr size_t kJoins = 3 * kStreamsPerDirection;
+constexpr size_t kNumStreams = kJoins + 1;
 
 cudaStream_t as_stream(StreamHandle handle) noexcept {
   return reinterpret_cast<cudaStream_t>(handle);
@@ -95,6 +98,15 @@ struct GpuBatch {
   TimePoint done{};
   bool pinned = true;
 };
+
+cudaError_t copy_pageable(std::span<const PageCopyTask> tasks, cudaStream_t stream) noexcept {
+  for (const PageCopyTask& task : tasks) {
+    const cudaError_t code = cudaMemcpyAsync(
+        task.dst, task.src, static_cast<size_t>(task.num_bytes), cudaMemcpyDefault, stream);
+    if (code != cudaSuccess) return code;
+  }
+  return cudaSuccess;
+}
 
 class CudaDevice final : public CacheDevice {
  public:
@@ -239,6 +251,7 @@ class CudaDevice final : public CacheDevice {
                                          std::vector<TimePoint> after);
   [[nodiscard]] TimePoint copy_by_gpu(CopyDirection direction, std::span<const CopyTask> tasks,
                                       std::vector<TimePoint> after);
+  [[nodiscard]] size_t stream_for(const GpuBatch& batch) const noexcept;
   void issue(const GpuBatch& batch) noexcept;  // on a thread whose device is this one
 
   const CacheDeviceConfig config_;
@@ -248,6 +261,7 @@ class CudaDevice final : public CacheDevice {
   std::shared_ptr<ChunkCache> chunks_;  // with the pools
   GpuStaging staging_;
   std::array<OwnStream, kNumStreams> streams_;
+  std::array<TimePoint, kNumStreams> newest_;  // of each stream; under issuing_
   std::unordered_map<StreamHandle, Caller> callers_;
   // Held while copies are handed to streams_; with the pools of host memory.
   std::shared_ptr<std::mutex> issuing_ = std::make_shared<std::mutex>();
@@ -350,25 +364,31 @@ TimePoint CudaDevice::copy_by_gpu(CopyDirection direction, std::span<const CopyT
   return done;
 }
 
+size_t CudaDevice::stream_for(const GpuBatch& batch) const noexcept {
+  if (batch.tasks.empty()) return kJoins;
+  const size_t first = static_cast<size_t>(batch.direction) * kStreamsPerDirection;
+  const bool ready = std::all_of(batch.after.begin(), batch.after.end(),
+                                 [this](TimePoint point) { return timelines_.reached(point); });
+  if (ready) return first;
+  return timelines_.reached(newest_[first + 1]) ? first + 1 : first + 2;
+}
+
 void CudaDevice::issue(const GpuBatch& batch) noexcept {
-  const bool joins = batch.tasks.empty();
-  const cudaStream_t stream =
-      streams_[joins ? static_cast<size_t>(kJoins) : static_cast<size_t>(batch.direction)].get();
-  const std::scoped_lock lock(*issuing_);
-  cudaError_t code = cudaSuccess;
+  std::unique_lock lock(*issuing_);
+  const size_t index = stream_for(batch);
+  const cudaStream_t stream = streams_[index].get();
+  newest_[index] = batch.done;
   CUresult driver_code = CUDA_SUCCESS;
   for (const TimePoint point : batch.after) {
     if (driver_code != CUDA_SUCCESS || timelines_.reached(point)) continue;
     driver_code = wait_value(stream, point);
   }
-  if (code == cudaSuccess && driver_code == CUDA_SUCCESS && !batch.pinned) {
-    for (const PageCopyTask& task : batch.tasks) {
-      if (code != cudaSuccess) break;
-      code = cudaMemcpyAsync(task.dst, task.src, static_cast<size_t>(task.num_bytes),
-                             cudaMemcpyDefault, stream);
-    }
-  } else if (code == cudaSuccess && driver_code == CUDA_SUCCESS) {
+  cudaError_t code = cudaSuccess;
+  if (driver_code == CUDA_SUCCESS && batch.pinned) {
     code = copy_pages(batch.tasks, batch.direction, stream);
+  } else if (driver_code == CUDA_SUCCESS) {
+    lock.unlock();  // it blocks this thread, but nobody else
+    code = copy_pageable(batch.tasks, stream);
   }
   if (code == cudaSuccess && driver_code == CUDA_SUCCESS) {
     driver_code = write_value(stream, batch.done);
