@@ -158,6 +158,7 @@ class Bench {
                      finish();
                    }),
               yardstick);
+        batch_rate(name, raw, yardstick, stream);
         print(name + ", copy engine", page,
               rate(num_bytes_, kRounds,
                    [&] {
@@ -177,6 +178,30 @@ class Bench {
   }
 
  private:
+  void batch_rate(const std::string& name, const std::vector<PageCopyTask>& tasks, double yardstick,
+                  cudaStream_t stream) {
+    std::vector<void*> dsts;
+    std::vector<const void*> srcs;
+    std::vector<size_t> sizes;
+    for (const PageCopyTask& task : tasks) {
+      dsts.push_back(task.dst);
+      srcs.push_back(task.src);
+      sizes.push_back(static_cast<size_t>(task.num_bytes));
+    }
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    size_t first = 0;
+    print(name + ", batched copy engine", tasks.front().num_bytes,
+          rate(num_bytes_, kRounds,
+               [&] {
+                 cuda::check(cudaMemcpyBatchAsync(dsts.data(), srcs.data(), sizes.data(),
+                                                  sizes.size(), &attributes, &first, 1, stream),
+                             "batch");
+                 cuda::check(cudaStreamSynchronize(stream), "synchronize");
+               }),
+          yardstick);
+  }
+
   void latency(const std::string& name, const MemoryPool& dst, const MemoryPool& src) {
     for (const int64_t page : {4 * kKiB, 64 * kKiB}) {
       std::vector<double> times;

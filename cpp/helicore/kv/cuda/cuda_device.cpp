@@ -428,6 +428,7 @@ std::unique_ptr<CacheDevice> make_cuda_device(const CacheDeviceConfig& config) {
                  config.index);
   const DeviceScope scope(config.index);
   cuda::check(cudaFree(nullptr), "cudaFree");  // makes the context that driver calls need
+  cuda::check(load_page_copy(), "loading the copy kernels");
   int can_wait = 0;
   check_driver(driver_api().get_attribute(
                    &can_wait, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, config.index),

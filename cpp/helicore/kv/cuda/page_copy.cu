@@ -97,6 +97,12 @@ int64_t copy_engine_bytes(CopyDirection direction) noexcept {
   return direction == CopyDirection::kInGpu ? kGpuEngineBytes : kLinkEngineBytes;
 }
 
+cudaError_t load_page_copy() noexcept {
+  cudaFuncAttributes ignored;
+  const cudaError_t code = cudaFuncGetAttributes(&ignored, page_copy_kernel<kFewTasks>);
+  return code != cudaSuccess ? code : cudaFuncGetAttributes(&ignored, page_copy_kernel<kMaxTasks>);
+}
+
 cudaError_t launch_page_copy(std::span<const PageCopyTask> tasks, CopyDirection direction,
                              cudaStream_t stream) noexcept {
   while (!tasks.empty()) {

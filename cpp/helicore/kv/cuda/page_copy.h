@@ -25,6 +25,9 @@ enum class CopyDirection : uint8_t { kToGpu, kFromGpu, kInGpu };
 // code of the first call that failed; some of the tasks may be under way then.
 [[nodiscard]] cudaError_t copy_pages(std::span<const PageCopyTask> tasks, CopyDirection direction,
                                      cudaStream_t stream) noexcept;
+// Loads the kernels of the calling thread's device: a first launch would do it, which must not
+// happen while streams wait for the host.
+[[nodiscard]] cudaError_t load_page_copy() noexcept;
 // The kernel's route alone. Any addresses and sizes below 64 GiB; those of 16 bytes are fast.
 [[nodiscard]] cudaError_t launch_page_copy(std::span<const PageCopyTask> tasks,
                                            CopyDirection direction, cudaStream_t stream) noexcept;
