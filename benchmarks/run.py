@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / ".venv-peers"  # what benchmarks/peers/install.py filled
 
 COMMANDS: dict[str, list[str]] = {
     "throughput": ["throughput", "--model", "tiny", "--vs", "transformers", "--refcheck"],
@@ -29,6 +30,7 @@ TAKES_ROUNDS = frozenset({"throughput", "latency", "latency_b64", "kv", "mla"})
 ROUTINES: dict[str, str] = {
     "executor": "routines/executor.py",
     "disk_prefix": "routines/disk_prefix.py",
+    "sharing": "routines/sharing.py",
 }
 
 
@@ -36,12 +38,17 @@ def command_of(name: str, out: Path, quick: bool) -> list[str]:
     if name in ROUTINES:
         return [sys.executable, str(HERE / ROUTINES[name]), "--json"]
     rounds = ["--rounds", "1"] if quick and name in TAKES_ROUNDS else []
+    if name == "kv" and PEERS.is_dir():
+        rounds += ["--peers", str(PEERS)]
     bench = ["-m", "helicore", "bench", *COMMANDS[name], *rounds]
     return [sys.executable, *bench, "--json", "--out", str(out)]
 
 
 def show(line: str) -> None:
     for row in json.loads(line)["results"]:
+        if row["value"] is None:
+            print(f"  {row['name']:<32} {row['status']}")
+            continue
         ratio = "" if row["ratio"] is None else f"  {row['ratio']:.2f}x of {row['peer']}"
         print(f"  {row['name']:<32} {row['value']:>12.4g} {row['unit']}{ratio}")
 

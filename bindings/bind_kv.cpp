@@ -59,6 +59,7 @@ nb::typed<nb::list, nb::bytes> to_bytes(const std::vector<Digest>& keys) {
 void bind_errors(nb::module_& m) {
   nb::exception<LogicError>(m, "LogicError", PyExc_RuntimeError);
   nb::exception<ResourceBusy>(m, "ResourceBusyError", PyExc_RuntimeError);
+  nb::exception<DataLost>(m, "DataLostError", PyExc_RuntimeError);
   // OutOfPagesError carries the reason; the class lives as long as the interpreter.
   static PyObject* out_of_pages =
       PyErr_NewException("helicore._core.kv.OutOfPagesError", PyExc_RuntimeError, nullptr);
@@ -107,6 +108,14 @@ nb::typed<nb::object, KVCache> fork(KVCache& self, std::optional<int64_t> id) {
   return nb::typed<nb::object, KVCache>(std::move(result));
 }
 
+void bind_prefetch(nb::module_& m) {
+  nb::class_<PrefetchTicket>(m, "PrefetchTicket", "Pages on their way to a hotter level.")
+      .def("is_done", &PrefetchTicket::is_done, ReleaseGil(),
+           "Nothing is left to do. Starts the next batch when one has arrived: poll it per step.")
+      .def("cancel", &PrefetchTicket::cancel, "Start nothing more.")
+      .def_prop_ro("is_complete", &PrefetchTicket::is_complete, "Every page arrived.");
+}
+
 void bind_cache(nb::module_& m) {
   nb::class_<KVCache> cls(m, "KVCache",
                           "The pages of one sequence; made by KVCacheManager.create_kv_cache().\n\n"
@@ -114,6 +123,9 @@ void bind_cache(nb::module_& m) {
                           "both. One thread at a time may drive it.");
   cls.def("resume", &KVCache::resume, "stream"_a = nb::none(), ReleaseGil(),
           "Lock the pages and fill the page tables. False when there is no room (last_failure).")
+      .def("prefetch", &KVCache::prefetch, "level"_a = kHotLevel, ReleaseGil(),
+           nb::keep_alive<0, 1>(),
+           "Bring the pages of a SUSPENDED cache up to `level` in the background; best effort.")
       .def("suspend", &KVCache::suspend, ReleaseGil(),
            "Unlock the pages but keep them; page tables read BAD_PAGE_INDEX.")
       .def("resize", &KVCache::resize, "capacity"_a.none(), "history_length"_a = nb::none(),
@@ -165,6 +177,10 @@ void bind_cache(nb::module_& m) {
       .def_prop_ro("num_committed_tokens", &KVCache::num_committed_tokens)
       .def_prop_ro("num_reused_tokens", &KVCache::num_reused_tokens,
                    "Tokens that creation found in the cache.")
+      .def_prop_ro("cached_tokens_by_level", &KVCache::cached_tokens_by_level,
+                   "num_reused_tokens by the level of the coldest page of their block.")
+      .def_prop_ro("is_lost", &KVCache::is_lost, "Pages were lost: the cache can only be closed.")
+      .def_prop_ro("ssm_base_index", &KVCache::ssm_base_index, "Slot of the recurrent state.")
       .def_prop_ro("committed_tokens", &KVCache::committed_tokens)
       .def_prop_ro("beam_width", [](const KVCache&) { return 1; })
       .def_prop_ro("priority", &KVCache::priority)
@@ -283,8 +299,9 @@ void bind_manager(nb::module_& m) {
   using M = KVCacheManager;
   nb::class_<M> cls(m, "KVCacheManager",
                     "Owns the pools, the pages and the radix tree of reusable blocks.");
-  cls.def(nb::init<KVCacheManagerConfig>(), "config"_a,
-          "Raises ValueError, NotSupportedError (naming the field) or MemoryError.")
+  cls.def(
+         "__init__", [](M* self, const KVCacheManagerConfig& config) { new (self) M(config); },
+         "config"_a, "Raises ValueError, NotSupportedError (naming the field) or MemoryError.")
       .def("create_kv_cache", &create, "reuse_scope"_a = nb::none(), "input_tokens"_a = nb::none(),
            "id"_a = nb::none(), nb::kw_only(), "priority"_a = kPriorityDefault,
            "expected_prompt_length"_a = nb::none(), nb::keep_alive<0, 1>(),
@@ -307,6 +324,16 @@ void bind_manager(nb::module_& m) {
       .def("get_storage_statistics", &M::storage_statistics, "level"_a = kHotLevel, ReleaseGil(),
            "One entry per pool group: total, free and evictable slots.")
       .def("get_stats", &M::stats, ReleaseGil())
+      .def(
+          "get_migration_stats",
+          [](const M& self) {
+            std::vector<std::vector<MigrationCounters>> levels;
+            for (const auto& level : self.migration_stats().levels) levels.push_back(level.raw());
+            return levels;
+          },
+          ReleaseGil(), "[level][layer group] counters since the manager was made.")
+      .def_prop_ro("num_levels", &M::num_levels)
+      .def("get_tier", &M::tier, "level"_a)
       .def(
           "drain_events",
           [](M& self, std::optional<size_t> max_events) {
@@ -351,6 +378,7 @@ void bind_kv(nb::module_& m) {
   bind_kv_layout(m);
   bind_kv_events(m);
   bind_errors(m);
+  bind_prefetch(m);
   bind_cache(m);
   bind_manager(m);
   bind_kv_store(m);

@@ -26,6 +26,11 @@ void bind_enums(nb::module_& m) {
                          "Whose pages: pool groups are never shared between domains.")
       .value("TARGET", CacheDomain::kTarget)
       .value("DRAFT", CacheDomain::kDraft);
+  nb::enum_<ReusePolicy>(m, "AttentionReusePolicy", "What prefix reuse means for a layer's pages.")
+      .value("REQUIRED", ReusePolicy::kRequired, "Reuse needs them.")
+      .value("PRIVATE", ReusePolicy::kPrivate, "Never shared; a reused prefix gets fresh pages.")
+      .value("OPTIONAL", ReusePolicy::kOptional,
+             "Shared where they are; reuse does not need them.");
   nb::enum_<LayerType>(m, "LayerType", nb::is_arithmetic(), "Kind of a layer's state.")
       .value("ATTENTION", LayerType::kAttention)
       .value("SSM", LayerType::kSsm);
@@ -107,20 +112,24 @@ void bind_layers(nb::module_& m) {
       .def(
           "__init__",
           [](Attention* self, int32_t layer_id, std::vector<BufferConfig> buffers,
-             std::optional<int32_t> window, std::optional<int32_t> sinks, CacheDomain domain) {
-            construct_checked(self, Attention{layer_id, std::move(buffers), window, sinks, domain});
+             std::optional<int32_t> window, std::optional<int32_t> sinks, CacheDomain domain,
+             ReusePolicy policy) {
+            construct_checked(
+                self, Attention{layer_id, std::move(buffers), window, sinks, domain, policy});
           },
           "layer_id"_a, "buffers"_a, "sliding_window_size"_a = nb::none(),
-          "num_sink_tokens"_a = nb::none(), "cache_domain"_a = CacheDomain::kTarget)
+          "num_sink_tokens"_a = nb::none(), "cache_domain"_a = CacheDomain::kTarget,
+          "reuse_policy"_a = ReusePolicy::kRequired)
       .def_ro("layer_id", &Attention::layer_id)
       .def_ro("buffers", &Attention::buffers)
       .def_ro("sliding_window_size", &Attention::sliding_window_size)
       .def_ro("window_size", &Attention::sliding_window_size)
       .def_ro("num_sink_tokens", &Attention::num_sink_tokens)
-      .def_ro("cache_domain", &Attention::cache_domain);
-  add_value_semantics(
-      attention, "AttentionLayerConfig",
-      {"layer_id", "buffers", "sliding_window_size", "num_sink_tokens", "cache_domain"});
+      .def_ro("cache_domain", &Attention::cache_domain)
+      .def_ro("reuse_policy", &Attention::reuse_policy);
+  add_value_semantics(attention, "AttentionLayerConfig",
+                      {"layer_id", "buffers", "sliding_window_size", "num_sink_tokens",
+                       "cache_domain", "reuse_policy"});
 
   nb::class_<SsmLayerConfig> ssm(m, "SsmLayerConfig", "A recurrent layer's state buffers.");
   ssm.def(
@@ -201,14 +210,29 @@ void bind_manager_config(nb::module_& m) {
          std::optional<SwaScratchReuseConfig> swa_scratch_reuse, bool commit_min_snapshot,
          bool enable_stats, bool text_only, int32_t min_sampled, double cooldown_secs,
          int32_t update_interval, double ratio_threshold, double moving_average_decay,
-         int32_t event_buffer_size) {
-        construct_checked(
-            self,
-            Config{tokens_per_block, std::move(cache_tiers), std::move(layers), max_util_for_resume,
-                   enable_partial_reuse, reuse_match_backoff, std::move(constraints),
-                   std::move(typical_step), std::move(initial_pool_ratio), swa_scratch_reuse,
-                   commit_min_snapshot, enable_stats, text_only, min_sampled, cooldown_secs,
-                   update_interval, ratio_threshold, moving_average_decay, event_buffer_size});
+         int32_t event_buffer_size, std::optional<int32_t> draft_reuse_match_backoff,
+         int32_t device_index) {
+        construct_checked(self, Config{.tokens_per_block = tokens_per_block,
+                                       .cache_tiers = std::move(cache_tiers),
+                                       .layers = std::move(layers),
+                                       .max_util_for_resume = max_util_for_resume,
+                                       .enable_partial_reuse = enable_partial_reuse,
+                                       .reuse_match_backoff = reuse_match_backoff,
+                                       .draft_reuse_match_backoff = draft_reuse_match_backoff,
+                                       .constraints = std::move(constraints),
+                                       .typical_step = std::move(typical_step),
+                                       .initial_pool_ratio = std::move(initial_pool_ratio),
+                                       .swa_scratch_reuse = swa_scratch_reuse,
+                                       .commit_min_snapshot = commit_min_snapshot,
+                                       .enable_stats = enable_stats,
+                                       .text_only = text_only,
+                                       .rebalance_min_sampled_kv_caches = min_sampled,
+                                       .rebalance_cooldown_secs = cooldown_secs,
+                                       .rebalance_target_ratio_update_interval = update_interval,
+                                       .rebalance_ratio_threshold = ratio_threshold,
+                                       .rebalance_moving_average_decay = moving_average_decay,
+                                       .device_index = device_index,
+                                       .event_buffer_size = event_buffer_size});
       },
       "tokens_per_block"_a, "cache_tiers"_a, "layers"_a, nb::kw_only(),
       "max_util_for_resume"_a = defaults.max_util_for_resume,
@@ -221,13 +245,15 @@ void bind_manager_config(nb::module_& m) {
       "rebalance_target_ratio_update_interval"_a = defaults.rebalance_target_ratio_update_interval,
       "rebalance_ratio_threshold"_a = defaults.rebalance_ratio_threshold,
       "rebalance_moving_average_decay"_a = defaults.rebalance_moving_average_decay,
-      "event_buffer_size"_a = 0);
+      "event_buffer_size"_a = 0, "draft_reuse_match_backoff"_a = nb::none(), "device_index"_a = 0);
   cls.def_ro("tokens_per_block", &Config::tokens_per_block)
       .def_ro("cache_tiers", &Config::cache_tiers)
       .def_ro("layers", &Config::layers)
       .def_ro("max_util_for_resume", &Config::max_util_for_resume)
       .def_ro("enable_partial_reuse", &Config::enable_partial_reuse)
       .def_ro("reuse_match_backoff", &Config::reuse_match_backoff)
+      .def_ro("draft_reuse_match_backoff", &Config::draft_reuse_match_backoff)
+      .def_ro("device_index", &Config::device_index)
       .def_ro("constraints", &Config::constraints)
       .def_ro("typical_step", &Config::typical_step)
       .def_ro("initial_pool_ratio", &Config::initial_pool_ratio)
@@ -243,11 +269,12 @@ void bind_manager_config(nb::module_& m) {
       .def_ro("event_buffer_size", &Config::event_buffer_size)
       .def_ro("rebalance_ratio_threshold", &Config::rebalance_ratio_threshold)
       .def_ro("rebalance_moving_average_decay", &Config::rebalance_moving_average_decay);
-  add_value_semantics(cls, "KVCacheManagerConfig",
-                      {"tokens_per_block", "cache_tiers", "layers", "max_util_for_resume",
-                       "enable_partial_reuse", "reuse_match_backoff", "constraints", "typical_step",
-                       "initial_pool_ratio", "swa_scratch_reuse", "commit_min_snapshot",
-                       "enable_stats", "text_only", "event_buffer_size"});
+  add_value_semantics(
+      cls, "KVCacheManagerConfig",
+      {"tokens_per_block", "cache_tiers", "layers", "max_util_for_resume", "enable_partial_reuse",
+       "reuse_match_backoff", "constraints", "typical_step", "initial_pool_ratio",
+       "swa_scratch_reuse", "commit_min_snapshot", "enable_stats", "text_only", "event_buffer_size",
+       "draft_reuse_match_backoff", "device_index"});
 }
 
 }  // namespace

@@ -83,12 +83,14 @@ void bind_statistics(nb::module_& m) {
       .def_ro("needed", &NoRoom::needed, "Slots that the call needed.")
       .def_ro("free", &NoRoom::free)
       .def_ro("evictable", &NoRoom::evictable)
+      .def_ro("pending", &NoRoom::pending, "Slots that come free when a submitted step is done.")
+      .def_ro("data_lost", &NoRoom::data_lost, "Pages could not be read back: close the cache.")
       .def_ro("over_utilisation", &NoRoom::over_utilisation,
               "Refused by max_util_for_resume, not by the count.")
       .def("__str__", &describe);
-  add_value_semantics(
-      reason, "NoRoom",
-      {"domain", "pool_group", "level", "needed", "free", "evictable", "over_utilisation"});
+  add_value_semantics(reason, "NoRoom",
+                      {"domain", "pool_group", "level", "needed", "free", "evictable", "pending",
+                       "over_utilisation", "data_lost"});
 
   nb::class_<PoolGroupStatistics> group(m, "PoolGroupStatistics", "Slots of a pool group, now.");
   group.def_prop_ro("pool_group", [](const PoolGroupStatistics& s) { return s.pool_group.value(); })
@@ -97,6 +99,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("total", &PoolGroupStatistics::total)
       .def_ro("free", &PoolGroupStatistics::free)
       .def_ro("evictable", &PoolGroupStatistics::evictable)
+      .def_ro("pending", &PoolGroupStatistics::pending)
       .def_prop_ro("available", &PoolGroupStatistics::available)
       .def_prop_ro("unavailable", &PoolGroupStatistics::unavailable);
   add_value_semantics(group, "PoolGroupStatistics",
@@ -114,6 +117,8 @@ void bind_statistics(nb::module_& m) {
       .def_ro("rebased_blocks", &KVCacheStats::rebased_blocks)
       .def_ro("evicted_blocks", &KVCacheStats::evicted_blocks)
       .def_ro("copied_blocks", &KVCacheStats::copied_blocks)
+      .def_ro("lost_pages", &KVCacheStats::lost_pages)
+      .def_ro("skipped_snapshots", &KVCacheStats::skipped_snapshots)
       .def_ro("num_forks", &KVCacheStats::num_forks)
       .def_ro("failed_resizes", &KVCacheStats::failed_resizes)
       .def_ro("failed_resumes", &KVCacheStats::failed_resumes)
@@ -123,8 +128,23 @@ void bind_statistics(nb::module_& m) {
       stats, "KVCacheStats",
       {"num_lookups", "lookup_tokens", "hit_tokens", "full_reused_blocks", "partial_reused_blocks",
        "missed_blocks", "allocated_blocks", "committed_blocks", "rebased_blocks", "evicted_blocks",
-       "copied_blocks", "num_forks", "failed_resizes", "failed_resumes", "num_suspends",
-       "num_resumes"});
+       "copied_blocks", "lost_pages", "skipped_snapshots", "num_forks", "failed_resizes",
+       "failed_resumes", "num_suspends", "num_resumes"});
+}
+
+void bind_migration(nb::module_& m) {
+  nb::class_<MigrationCounters> counters(m, "MigrationCounters",
+                                         "Pages of one layer group that passed through one level.");
+  counters.def_ro("offloaded_pages", &MigrationCounters::offloaded_pages, "Came from above.")
+      .def_ro("offloaded_bytes", &MigrationCounters::offloaded_bytes)
+      .def_ro("onboarded_pages", &MigrationCounters::onboarded_pages, "Left for above.")
+      .def_ro("onboarded_bytes", &MigrationCounters::onboarded_bytes)
+      .def_ro("unwritten_pages", &MigrationCounters::unwritten_pages,
+              "Offloaded to a copy that was still there.")
+      .def_ro("dropped_pages", &MigrationCounters::dropped_pages);
+  add_value_semantics(counters, "MigrationCounters",
+                      {"offloaded_pages", "offloaded_bytes", "onboarded_pages", "onboarded_bytes",
+                       "unwritten_pages", "dropped_pages"});
 }
 
 }  // namespace
@@ -132,6 +152,7 @@ void bind_statistics(nb::module_& m) {
 void bind_kv_layout(nb::module_& m) {
   bind_descs(m);
   bind_statistics(m);
+  bind_migration(m);
 }
 
 }  // namespace helicore::bindings

@@ -161,6 +161,16 @@ def _is_no_folder(path: Path) -> bool:
     return not path.is_dir()
 
 
+def _check_folder(name: str, path: str | None, size_name: str, size: float) -> None:
+    """A folder and the space in it are given together."""
+    if path is None and size:
+        raise FieldError(name, f"{name} must name a folder when {size_name} is {size}, got None")
+    if path is not None and not size:
+        raise FieldError(size_name, f"{size_name} must be > 0 when {name} is set, got {size}")
+    if path is not None and _is_no_folder(Path(path).expanduser()):
+        raise FieldError(name, f"{name} must be a folder, got {path!r}")
+
+
 # --- the settings ----------------------------------------------------------------------------
 
 
@@ -193,6 +203,23 @@ class KVCacheConfig:
         env="HELICORE_HOST_GB",
         above=0,
     )
+    swap_host_gb: float = _setting(
+        0,
+        "Host memory in GiB below the hot tier, for pages of sequences that wait and of prefixes.",
+        env="HELICORE_SWAP_HOST_GB",
+        minimum=0,
+    )
+    swap_path: str | None = _setting(
+        None,
+        "Folder for the files of swap_disk_gb, which end with the engine; made when not there.",
+        env="HELICORE_SWAP_PATH",
+    )
+    swap_disk_gb: float = _setting(
+        0,
+        "Disk space in GiB below the tiers in memory, for the same pages; goes with swap_path.",
+        env="HELICORE_SWAP_DISK_GB",
+        minimum=0,
+    )
     disk_path: str | None = _setting(
         None,
         "Folder that keeps cached prefixes beyond the process; made when it is not there.",
@@ -212,17 +239,8 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         _validate(self)
-        if self.disk_path is None and self.disk_gb:
-            raise FieldError(
-                "disk_path",
-                f"disk_path must name a folder when disk_gb is {self.disk_gb}, got None",
-            )
-        if self.disk_path is not None and not self.disk_gb:
-            raise FieldError(
-                "disk_gb", f"disk_gb must be > 0 when disk_path is set, got {self.disk_gb}"
-            )
-        if self.disk_path is not None and _is_no_folder(Path(self.disk_path).expanduser()):
-            raise FieldError("disk_path", f"disk_path must be a folder, got {self.disk_path!r}")
+        _check_folder("disk_path", self.disk_path, "disk_gb", self.disk_gb)
+        _check_folder("swap_path", self.swap_path, "swap_disk_gb", self.swap_disk_gb)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.sequences: list[_SequenceState] = []
         self.num_cached_tokens = 0
+        self.cached_tokens_by_level: list[int] = []
         self.num_output_tokens = 0
         self.finished = False
         self._warned = False
@@ -128,6 +129,7 @@ class RequestState:
         self.num_output_tokens += len(update.new_token_ids)
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
+            self.cached_tokens_by_level = update.cached_tokens_by_level or []
         if update.prompt_logprobs is not None:
             self._prompt_logprobs = [
                 None if entry is None else self._names.logprobs(entry)
@@ -164,6 +166,7 @@ class RequestState:
             outputs=[sequence.output for sequence in self.sequences],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
+            cached_tokens_by_level=self.cached_tokens_by_level,
             metrics=self.metrics,
         )
 

@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from helicore.models.config import ModelConfig
 
 
+LEVEL_METRICS = (
+    "hit_tokens",
+    "offloaded_pages",
+    "offloaded_bytes",
+    "onboarded_pages",
+    "onboarded_bytes",
+    "dropped_pages",
+)
+"""Counters of each level of the KV cache in LLM.metrics()."""
+
+
 class LLM:
     """A loaded model that generates text. A context manager; `close()` frees everything.
 
@@ -263,7 +274,12 @@ class LLM:
         """Counters and gauges under the names that servers of language models export."""
         counters = self.counters
         times = counters.times
-        return {
+        by_level = {
+            f"kv_{field}_level{number}": float(getattr(level, field))
+            for number, level in enumerate(counters.levels)
+            for field in LEVEL_METRICS
+        }
+        return by_level | {
             "num_requests_running": counters.num_requests_running,
             "num_requests_waiting": counters.num_requests_waiting,
             "kv_cache_usage_perc": counters.kv_cache_usage,
@@ -275,6 +291,10 @@ class LLM:
             "prompt_tokens_total": counters.prompt_tokens,
             "generation_tokens_total": counters.generation_tokens,
             "num_preemptions_total": counters.preemptions,
+            "num_suspends_total": counters.suspends,
+            "num_resumes_total": counters.resumes,
+            "num_lost_total": counters.lost,
+            "num_forks_total": counters.forks,
             "request_success_total_stop": counters.finished_stop,
             "request_success_total_length": counters.finished_length,
             "request_abort_total": counters.finished_abort,

@@ -72,6 +72,8 @@ class RequestOutput:
     prompt: the text, or None when the prompt came as token ids.
     prompt_logprobs: one entry per prompt token, the first None; None when not asked for.
     num_cached_tokens: prompt tokens whose cache pages were found, not computed.
+    cached_tokens_by_level: those of them that each level of the cache held, the hot one first; what
+      is missing to num_cached_tokens came from the prefixes on disk.
     """
 
     request_id: str
@@ -81,6 +83,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    cached_tokens_by_level: list[int] = field(default_factory=list)
     metrics: RequestMetrics | None = None
 
     def to_dict(self) -> dict[str, Any]:

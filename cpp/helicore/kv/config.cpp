@@ -179,6 +179,10 @@ void KVCacheManagerConfig::validate() const {
                  "max_util_for_resume must lie in (0, 1], got ", max_util_for_resume);
   HELICORE_CHECK(reuse_match_backoff >= 0, kWhere, "reuse_match_backoff must be >= 0, got ",
                  reuse_match_backoff);
+  HELICORE_CHECK(draft_reuse_match_backoff.value_or(0) >= 0, kWhere,
+                 "draft_reuse_match_backoff must be >= 0 or None, got ",
+                 draft_reuse_match_backoff.value_or(0));
+  HELICORE_CHECK(device_index >= 0, kWhere, "device_index must be >= 0, got ", device_index);
   for (const BatchDesc& batch : constraints) batch.validate();
   if (typical_step) typical_step->validate();
   if (initial_pool_ratio) check_ratio(*initial_pool_ratio);
@@ -189,31 +193,8 @@ void KVCacheManagerConfig::validate() const {
 }
 
 void check_supported(const KVCacheManagerConfig& config) {
-  if (tier_of(config.cache_tiers[0]) != CacheTier::kHostMem) {
-    not_supported(
-        detail::concat("cache_tiers[0]: this build runs the hot level in host memory; "
-                       "use HostCacheTierConfig, got ",
-                       name_of(tier_of(config.cache_tiers[0]))));
-  }
-  if (config.cache_tiers.size() > 1) {
-    not_supported(
-        detail::concat("cache_tiers: one level is supported, got ", config.cache_tiers.size()));
-  }
-  for (const LayerConfig& layer : config.layers) {
-    if (std::holds_alternative<SsmLayerConfig>(layer)) {
-      not_supported(detail::concat("layers: SsmLayerConfig is not supported (layer ",
-                                   layer_id_of(layer), "); attention layers are"));
-    }
-    if (std::get<AttentionLayerConfig>(layer).sliding_window_size) {
-      not_supported(detail::concat("layers: sliding_window_size is not supported (layer ",
-                                   layer_id_of(layer), "); use None, full attention"));
-    }
-  }
   if (config.swa_scratch_reuse) {
     not_supported("swa_scratch_reuse: scratch blocks are not supported; use None");
-  }
-  if (config.commit_min_snapshot) {
-    not_supported("commit_min_snapshot: snapshots are not supported; use False");
   }
 }
 

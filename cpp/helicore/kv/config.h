@@ -58,6 +58,7 @@ struct AttentionLayerConfig {
   std::optional<int32_t> sliding_window_size = std::nullopt;
   std::optional<int32_t> num_sink_tokens = std::nullopt;  // >= 0; > 0 needs a window
   CacheDomain cache_domain = CacheDomain::kTarget;
+  ReusePolicy reuse_policy = ReusePolicy::kRequired;
   void validate() const;
   friend bool operator==(const AttentionLayerConfig&, const AttentionLayerConfig&) = default;
 };
@@ -101,7 +102,9 @@ struct KVCacheManagerConfig {
   std::vector<LayerConfig> layers{};           // unique layer_id
   double max_util_for_resume = 0.97;           // in (0, 1]
   bool enable_partial_reuse = true;
-  int32_t reuse_match_backoff = 0;       // tokens, >= 0
+  int32_t reuse_match_backoff = 0;  // tokens, >= 0
+  // The same for layers of the DRAFT domain; none: as reuse_match_backoff. >= 0
+  std::optional<int32_t> draft_reuse_match_backoff = std::nullopt;
   std::vector<BatchDesc> constraints{};  // batches that must always fit
   std::optional<BatchDesc> typical_step = std::nullopt;
   // One positive share per layer group, sum 1 +- 1e-6.
@@ -115,6 +118,7 @@ struct KVCacheManagerConfig {
   int32_t rebalance_target_ratio_update_interval = 100;  // > 0
   double rebalance_ratio_threshold = 1.25;               // finite, > 1
   double rebalance_moving_average_decay = 0.9999;        // in (0, 1)
+  int32_t device_index = 0;                              // CUDA ordinal when level 0 is GPU
   int32_t event_buffer_size = 0;                         // events kept for drain_events(), >= 0
 
   void validate() const;
@@ -124,8 +128,7 @@ struct KVCacheManagerConfig {
   friend bool operator==(const KVCacheManagerConfig&, const KVCacheManagerConfig&) = default;
 };
 
-// Throws NotSupported naming the first field that asks for what this build lacks: GPU and disk
-// levels, more than one level, SSM layers, sliding windows, scratch blocks.
+// Throws NotSupported naming the first field that asks for what this build lacks.
 void check_supported(const KVCacheManagerConfig& config);
 
 }  // namespace helicore::kv

@@ -25,6 +25,12 @@ class LogicError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
+// Pages of a cache are gone because a copy of them failed. Python: DataLostError.
+class DataLost : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // The manager still has open caches. Python: ResourceBusyError.
 class ResourceBusy : public std::runtime_error {
  public:

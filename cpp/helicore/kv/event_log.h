@@ -16,8 +16,13 @@ namespace helicore::kv {
 
 enum class EventKind : uint8_t {
   kCreated = 0,  // a scope's root appeared: key, scope
-  kStored = 1,   // a block became reusable: key, parent_key, ordinal, priority, tokens
-  kRemoved = 2,  // a block, or a scope's root, is gone: key; what was below it went before
+  // A block became reusable: key, parent_key, ordinal, priority, tokens and the life cycles whose
+  // pages cover all of them. With `life_cycle`: a block got a page, or a longer one, for it: key,
+  // num_tokens.
+  kStored = 1,
+  // A block, or a scope's root, is gone: key; what was below it went before, its pages go with it.
+  // With `life_cycle`: only the block's page for it is gone: key.
+  kRemoved = 2,
   kUpdated = 3,  // a block's priority rose: key, priority
 };
 [[nodiscard]] std::string_view name_of(EventKind kind) noexcept;
@@ -32,6 +37,12 @@ struct KVEvent {
   int32_t priority = 0;
   std::vector<TokenId> tokens{};  // fewer than tokens_per_block for the last part of a sequence
   std::optional<ReuseScope> scope = std::nullopt;
+  int32_t life_cycle = kWholeBlock;
+  // Tokens of the block that the page of `life_cycle` covers; for recurrent state the tokens after
+  // which it was taken.
+  int32_t num_tokens = 0;
+  std::vector<int32_t> life_cycles{};  // ascending
+  static constexpr int32_t kWholeBlock = -1;
   friend bool operator==(const KVEvent&, const KVEvent&) = default;
 };
 
@@ -41,13 +52,17 @@ struct KVEvent {
 class EventLog {
  public:
   // `capacity` events; 0 records nothing.
-  EventLog(int32_t capacity, int32_t tokens_per_block);
+  EventLog(int32_t capacity, int32_t tokens_per_block, size_t num_life_cycles = 1);
 
   [[nodiscard]] bool is_enabled() const noexcept { return !ring_.empty(); }
   void created(const Digest& key, ReuseScope scope) noexcept;
   void stored(const Digest& key, const Digest& parent_key, int32_t ordinal, int32_t priority,
               std::span<const TokenId> tokens) noexcept;
+  // Adds a life cycle to the block that the latest event stored.
+  void add_life_cycle(LifeCycleId life_cycle) noexcept;
+  void page_stored(const Digest& key, LifeCycleId life_cycle, int32_t num_tokens) noexcept;
   void removed(const Digest& key) noexcept;
+  void page_removed(const Digest& key, LifeCycleId life_cycle) noexcept;
   void updated(const Digest& key, int32_t priority) noexcept;
 
   // The oldest events, at most `max_events`, which leave the log.
@@ -63,6 +78,7 @@ class EventLog {
     int32_t ordinal = -1;
     int32_t priority = 0;
     int32_t num_tokens = 0;
+    int32_t life_cycle = KVEvent::kWholeBlock;
     Digest key{};
     Digest parent_key{};
     std::optional<ReuseScope> scope;
@@ -72,6 +88,8 @@ class EventLog {
   size_t tokens_per_block_;
   std::vector<Record> ring_;     // event `id` lies at id % capacity
   std::vector<TokenId> tokens_;  // [capacity][tokens_per_block]
+  size_t num_life_cycles_;
+  std::vector<bool> has_page_;  // [capacity][life cycle]
   size_t count_ = 0;
   uint64_t next_id_ = 0;
   uint64_t num_dropped_ = 0;

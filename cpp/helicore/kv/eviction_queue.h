@@ -1,6 +1,6 @@
-// The pages of one pool group that may be evicted: one doubly linked list per priority, oldest
-// first, with a bit mask of the lists in use. Every operation is O(1); the links live in the page
-// records.
+// The pages of one pool group on one level that may leave it: one doubly linked list per priority,
+// oldest first, with a bit mask of the lists in use, and a list in front of them for pages that are
+// of no use any more. Every operation is O(1); the links live in the page records.
 #pragma once
 
 #include <array>
@@ -15,10 +15,17 @@ class EvictionQueue {
   EvictionQueue() { heads_.fill(kNoPage), tails_.fill(kNoPage); }
 
   [[nodiscard]] int32_t count() const noexcept { return count_; }
-  // The page to evict next: lowest priority, then least recently queued. kNoPage when empty.
-  [[nodiscard]] PageId front() const noexcept;
+  // The page to evict next: useless ones, then lowest priority, then least recently queued. kNoPage
+  // when empty.
+  [[nodiscard]] PageId front() const noexcept { return first_from(0); }
+  // The page that follows `id` in that order.
+  [[nodiscard]] PageId after(const PageSlab& pages, PageId id) const noexcept;
   [[nodiscard]] PageId front_of(int priority) const noexcept {
-    return heads_[static_cast<size_t>(priority)];
+    return heads_[static_cast<size_t>(priority) + 1];
+  }
+  // Order of pages between queues: smaller leaves first.
+  [[nodiscard]] static size_t rank(const PageRecord& page) noexcept {
+    return page.useless ? 0 : size_t{page.priority} + 1;
   }
   // The page must not be queued.
   void push_back(PageSlab& pages, PageId id) noexcept;
@@ -26,10 +33,12 @@ class EvictionQueue {
   void remove(PageSlab& pages, PageId id) noexcept;
 
  private:
-  static constexpr size_t kNumBuckets = kPriorityMax + 1;
+  static constexpr size_t kNumBuckets = kPriorityMax + 2;  // bucket 0: useless pages
+  [[nodiscard]] PageId first_from(size_t bucket) const noexcept;
+
   std::array<PageId, kNumBuckets> heads_;
   std::array<PageId, kNumBuckets> tails_;
-  std::array<uint64_t, 2> occupied_{};  // bit p: list p is not empty
+  std::array<uint64_t, 2> occupied_{};  // bit b: list b is not empty
   int32_t count_ = 0;
 };
 

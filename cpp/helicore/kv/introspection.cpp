@@ -17,6 +17,39 @@ struct Uses {
   uint32_t forks = 0;      // holders that copy it first if it is shared
 };
 
+void check_cache_page(const ManagerState& state, const KVCache& cache, size_t index, int32_t full,
+                      std::unordered_map<PageId, Uses>& uses) {
+  const size_t lcs = state.num_life_cycles;
+  const auto ordinal = static_cast<int32_t>(index / lcs);
+  const size_t lc = index % lcs;
+  const PageHandle handle = Introspection::pages(cache)[index];
+  const int32_t entry = Introspection::table(cache, lc)[ordinal];
+  const LifeCycle& life_cycle = state.life_cycle(lc);
+  const bool is_stale =
+      life_cycle.stale_range(cache.history_length(), cache.tokens_per_block()).contains(ordinal);
+  if (handle.is_null()) {
+    HELICORE_ASSERT(entry == kBadPageIndex, kWhere, "page table of cache ", cache.id(),
+                    " at block ", ordinal, " where there is no page");
+    HELICORE_ASSERT(is_stale || life_cycle.kind == LayerType::kSsm ||
+                        (!cache.is_active() && life_cycle.policy != ReusePolicy::kRequired),
+                    kWhere, "cache ", cache.id(), " has no page for block ", ordinal);
+    return;
+  }
+  HELICORE_ASSERT(state.store.pages().is_current(handle), kWhere, "cache ", cache.id(),
+                  " refers to a freed page");
+  const PageRecord& page = state.store.page(handle.id);
+  const bool is_live = cache.is_active() && !is_stale;
+  Uses& use = uses[handle.id];
+  ++use.holds;
+  use.locks += is_live ? 1 : 0;
+  if (ordinal >= full && !is_stale && !Introspection::needs_copy(cache)) {
+    ++(Introspection::may_share(cache) ? use.forks : use.may_write);
+  }
+  HELICORE_ASSERT(page.life_cycle == lc, kWhere, "life cycle of page ", handle.id);
+  HELICORE_ASSERT(entry == (is_live ? page.slot.value() : kBadPageIndex), kWhere,
+                  "page table of cache ", cache.id(), " at block ", ordinal);
+}
+
 void check_cache(const ManagerState& state, const KVCache& cache,
                  std::unordered_map<PageId, Uses>& uses) {
   const int32_t block = cache.tokens_per_block();
@@ -35,70 +68,103 @@ void check_cache(const ManagerState& state, const KVCache& cache,
                       cache.num_committed_tokens(),
                   kWhere, "committed length of cache ", cache.id());
   for (size_t i = 0; i < pages.size(); ++i) {
-    const PageHandle handle = pages[i];
-    HELICORE_ASSERT(state.store.pages().is_current(handle), kWhere, "cache ", cache.id(),
-                    " refers to a freed page");
-    const PageRecord& page = state.store.page(handle.id);
-    Uses& use = uses[handle.id];
-    ++use.holds;
-    use.locks += cache.is_active() ? 1 : 0;
-    const size_t ordinal = i / lcs;
-    if (static_cast<int32_t>(ordinal) >= full && !Introspection::needs_copy(cache)) {
-      ++(Introspection::may_share(cache) ? use.forks : use.may_write);
-    }
-    HELICORE_ASSERT(page.life_cycle == i % lcs, kWhere, "life cycle of page ", handle.id);
-    const int32_t entry = Introspection::table(cache, i % lcs)[ordinal];
-    HELICORE_ASSERT(entry == (cache.is_active() ? page.slot.value() : kBadPageIndex), kWhere,
-                    "page table of cache ", cache.id(), " at block ", ordinal);
+    check_cache_page(state, cache, i, full, uses);
+  }
+  if (const PageHandle held = Introspection::state_page(cache); !held.is_null()) {
+    HELICORE_ASSERT(state.store.pages().is_current(held), kWhere, "state of cache ", cache.id());
+    ++uses[held.id].holds;
+    uses[held.id].locks += cache.is_active() ? 1 : 0;
   }
   NodeId node = tail;
   for (int32_t b = full - 1; b >= 0; --b, node = state.tree.node(node).parent) {
     HELICORE_ASSERT(state.tree.node(node).ordinal == b && state.tree.node(node).in_use, kWhere,
                     "lineage of cache ", cache.id(), " at block ", b);
     for (size_t lc = 0; lc < lcs; ++lc) {
-      HELICORE_ASSERT(pages[static_cast<size_t>(b) * lcs + lc].id == state.tree.pages(node)[lc],
-                      kWhere, "committed block ", b, " of cache ", cache.id());
+      const PageHandle own = pages[static_cast<size_t>(b) * lcs + lc];
+      if (own.is_null()) continue;
+      const NodeId shown_by = state.store.page(own.id).node;
+      HELICORE_ASSERT(shown_by == kNoNode || shown_by == node, kWhere, "committed block ", b,
+                      " of cache ", cache.id());
     }
   }
 }
 
+// Slots of one pool group on one level as the pages use them.
+struct SlotUse {
+  int32_t in_use = 0;
+  int32_t clean = 0;
+  int32_t queued = 0;
+  std::vector<bool> taken;
+};
+
+void take(SlotUse& use, SlotId slot) {
+  const auto index = static_cast<size_t>(slot.value());
+  HELICORE_ASSERT(index < use.taken.size() && !use.taken[index], kWhere, "slot ", slot,
+                  " has two pages");
+  use.taken[index] = true;
+  ++use.in_use;
+}
+
+void check_page(const ManagerState& state, PageId id, const Uses& use) {
+  const PageRecord& page = state.store.page(id);
+  HELICORE_ASSERT(page.hold_count == use.holds && page.lock_count == use.locks, kWhere, "page ", id,
+                  " has ", page.hold_count, " holds and ", page.lock_count, " locks, found ",
+                  use.holds, " and ", use.locks);
+  HELICORE_ASSERT(use.may_write == 0 || use.may_write + use.forks == 1, kWhere, "page ", id,
+                  " may be written by more than one cache");
+  const bool may_leave =
+      page.lock_count == 0 && (page.hold_count == 0 || page.level != state.store.last_level());
+  HELICORE_ASSERT(page.queued == may_leave, kWhere, "queue state of page ", id);
+  HELICORE_ASSERT(page.hold_count > 0 || page.node != kNoNode, kWhere, "page ", id, " leaked");
+  HELICORE_ASSERT(page.lock_count == 0 || page.level == kHotLevel, kWhere, "page ", id,
+                  " is locked on level ", int{page.level});
+  HELICORE_ASSERT(!page.marked && !page.to_copy, kWhere, "page ", id, " is still in a plan");
+  if (page.node == kNoNode) return;
+  HELICORE_ASSERT(state.tree.pages(page.node)[page.life_cycle] == id, kWhere, "node of page ", id);
+}
+
 void check_pages(const ManagerState& state, const std::unordered_map<PageId, Uses>& uses) {
-  const PageSlab& pages = state.store.pages();
-  std::vector<int32_t> in_use(state.store.num_groups());
-  std::vector<int32_t> queued(state.store.num_groups());
-  std::vector<std::vector<bool>> taken;
-  for (size_t g = 0; g < state.store.num_groups(); ++g) {
-    taken.emplace_back(
-        static_cast<size_t>(state.quota.num_slots[PoolGroupId(static_cast<int32_t>(g))]));
+  const PageStore& store = state.store;
+  std::vector<std::vector<SlotUse>> slots(static_cast<size_t>(store.num_levels()));
+  for (size_t level = 0; level < slots.size(); ++level) {
+    for (size_t g = 0; g < store.num_groups(); ++g) {
+      const PoolGroupId group(static_cast<int32_t>(g));
+      slots[level].emplace_back();
+      slots[level][g].taken.resize(
+          static_cast<size_t>(store.counts(group, static_cast<int>(level)).total));
+    }
   }
-  for (size_t i = 0; i < pages.num_records(); ++i) {
+  for (size_t i = 0; i < store.pages().num_records(); ++i) {
     const PageId id(static_cast<uint32_t>(i));
-    const PageRecord& page = pages[id];
+    const PageRecord& page = store.page(id);
     if (!page.in_use) continue;
     const auto it = uses.find(id);
-    const Uses use = it == uses.end() ? Uses{} : it->second;
-    HELICORE_ASSERT(page.hold_count == use.holds && page.lock_count == use.locks, kWhere, "page ",
-                    id, " has ", page.hold_count, " holds and ", page.lock_count, " locks, found ",
-                    use.holds, " and ", use.locks);
-    HELICORE_ASSERT(use.may_write == 0 || use.may_write + use.forks == 1, kWhere, "page ", id,
-                    " may be written by more than one cache");
-    HELICORE_ASSERT(page.queued == (page.hold_count == 0), kWhere, "queue state of page ", id);
-    HELICORE_ASSERT(page.hold_count > 0 || page.node != kNoNode, kWhere, "page ", id, " leaked");
-    ++in_use[page.pool_group];
-    queued[page.pool_group] += page.queued ? 1 : 0;
-    const auto slot = static_cast<size_t>(page.slot.value());
-    HELICORE_ASSERT(!taken[page.pool_group][slot], kWhere, "slot ", page.slot, " has two pages");
-    taken[page.pool_group][slot] = true;
+    check_page(state, id, it == uses.end() ? Uses{} : it->second);
+    SlotUse& home = slots[page.level][page.pool_group];
+    take(home, page.slot);
+    home.queued += page.queued ? 1 : 0;
+    if (page.copy_slot.value() < 0) continue;
+    HELICORE_ASSERT(page.copy_level > page.level, kWhere, "copy of page ", id);
+    take(slots[page.copy_level][page.pool_group], page.copy_slot);
+    ++slots[page.copy_level][page.pool_group].clean;
   }
-  HELICORE_ASSERT(state.store.num_double_releases() == 0, kWhere, "pages released twice");
-  for (size_t g = 0; g < in_use.size(); ++g) {
-    const PoolGroupId group(static_cast<int32_t>(g));
-    const PoolGroupCounts counts = state.store.counts(group);
-    HELICORE_ASSERT(counts.free + in_use[g] == counts.total, kWhere, "slots of group ", group, ": ",
-                    counts.free, " free + ", in_use[g], " in use != ", counts.total);
-    HELICORE_ASSERT(counts.evictable == queued[g], kWhere, "queue length of group ", group);
-    HELICORE_ASSERT(state.store.slots(group).num_double_releases() == 0, kWhere,
-                    "double release in group ", group);
+  HELICORE_ASSERT(store.num_double_releases() == 0, kWhere, "pages released twice");
+  for (size_t level = 0; level < slots.size(); ++level) {
+    for (size_t g = 0; g < store.num_groups(); ++g) {
+      const PoolGroupId group(static_cast<int32_t>(g));
+      const PoolGroupCounts counts = store.counts(group, static_cast<int>(level));
+      const SlotUse& use = slots[level][g];
+      const SlotAllocator& allocator = store.slots(group, static_cast<int>(level));
+      HELICORE_ASSERT(allocator.limit() < allocator.capacity() ||
+                          counts.free + counts.pending + use.in_use == counts.total,
+                      kWhere, "slots of group ", group, " on level ", level, ": ", counts.free,
+                      " free + ", counts.pending, " pending + ", use.in_use,
+                      " in use != ", counts.total);
+      HELICORE_ASSERT(counts.clean == use.clean, kWhere, "copies of group ", group);
+      HELICORE_ASSERT(counts.evictable == use.queued, kWhere, "queue length of group ", group);
+      HELICORE_ASSERT(allocator.num_double_releases() == 0, kWhere, "double release in group ",
+                      group);
+    }
   }
 }
 
@@ -130,20 +196,26 @@ void check_node(const ManagerState& state, NodeId id, const std::vector<int64_t>
                   kWhere, "node ", id, " has children but is not full");
   HELICORE_ASSERT(tree.key(id) == block_key(tree.key(node.parent), tree.tokens(id)), kWhere,
                   "key of node ", id);
+  // With one level of full attention, what is below a page always goes before it.
+  const bool is_plain = state.store.num_levels() == 1 && !state.has_windows && !state.ssm;
   for (size_t lc = 0; lc < state.num_life_cycles; ++lc) {
-    const PageRecord& page = state.store.page(tree.pages(id)[lc]);
+    const PageId page_id = tree.pages(id)[lc];
+    if (page_id == kNoPage) continue;
+    const PageRecord& page = state.store.page(page_id);
     HELICORE_ASSERT(page.in_use && page.node == id && page.life_cycle == lc &&
-                        page.num_tokens == node.num_tokens,
+                        page.num_tokens > 0 && page.num_tokens <= node.num_tokens,
                     kWhere, "page of node ", id);
-    HELICORE_ASSERT(node.num_pins == 0 || page.hold_count > 0, kWhere, "node ", id,
+    const LifeCycle& life_cycle = state.life_cycle(lc);
+    if (!is_plain || life_cycle.policy != ReusePolicy::kRequired || parent.ordinal < 0) continue;
+    HELICORE_ASSERT(node.num_pins == 0 || page.hold_count > 0 || page.forked, kWhere, "node ", id,
                     " is pinned but not held");
-    if (parent.ordinal < 0) continue;
     const PageId above_id = tree.pages(node.parent)[lc];
+    if (above_id == kNoPage) continue;
     const PageRecord& above = state.store.page(above_id);
     HELICORE_ASSERT(above.priority >= page.priority, kWhere, "priority of node ", id);
     if (!above.queued || page.forked) continue;
-    HELICORE_ASSERT(page.queued && rank[tree.pages(id)[lc].value()] < rank[above_id.value()],
-                    kWhere, "node ", id, " would be evicted after its parent");
+    HELICORE_ASSERT(page.queued && rank[page_id.value()] < rank[above_id.value()], kWhere, "node ",
+                    id, " would be evicted after its parent");
   }
 }
 

@@ -20,6 +20,7 @@ struct Introspection {
   static void check(const KVCacheManager& manager) { check_invariants(*manager.state_); }
   static ManagerState& state(KVCacheManager& manager) { return *manager.state_; }
   static std::span<const PageHandle> pages(const KVCache& cache) { return cache.pages_; }
+  static PageHandle state_page(const KVCache& cache) { return cache.state_page_; }
   static NodeId tail_node(const KVCache& cache) { return cache.tail_node_; }
   static std::span<const TokenId> tail_tokens(const KVCache& cache) { return cache.tail_tokens_; }
   static bool may_share(const KVCache& cache) { return cache.may_share_; }

@@ -23,36 +23,36 @@ void reserve_amortised(std::vector<T>& values, size_t count) {
 KVCache::KVCache(ManagerState& state, const CreateArgs& args)
     : state_(&state),
       tokens_per_block_(state.config.tokens_per_block),
+      needs_state_(state.ssm.has_value()),
       priority_(static_cast<uint8_t>(args.priority)),
       tables_(state.num_life_cycles),
       id_(args.id.value_or(state.next_id)),
+      reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
       scope_(args.scope) {
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
-  const bool partial = state.config.enable_partial_reuse;
   const NodeId root = state.tree.find_or_create_root(scope_);
   std::vector<NodeId>& path = state.path_scratch;
   path.clear();
-  int32_t matched = state.tree.match(root, args.tokens, partial, &path);
-  matched = std::max(0, matched - state.config.reuse_match_backoff);
-  if (!partial) matched -= matched % tokens_per_block_;
+  const PrefixMatch found = state.tree.match(root, args.tokens, state.match_rules(), &path);
+  const int32_t matched = found.num_tokens;
   const int32_t num_blocks = ceil_div(matched, tokens_per_block_);
-  pages_.reserve(static_cast<size_t>(num_blocks) * tables_.size());
+  pages_.resize(static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
   reserve_amortised(state.caches, state.caches.size() + 1);
 
   // Nothing fails from here on.
-  tail_node_ = root;
-  for (int32_t b = 0; b < num_blocks; ++b) {
-    const NodeId node = path[static_cast<size_t>(b)];
-    state.tree.hold(node, priority_);
-    for (PageId id : state.tree.pages(node)) {
-      pages_.push_back(state.store.pages().handle(id));
-    }
-    if ((b + 1) * tokens_per_block_ <= matched) tail_node_ = node;
-  }
-  state.tree.pin(tail_node_);
   num_blocks_ = num_blocks;
   num_reused_ = num_committed_ = history_length_ = capacity_ = matched;
+  tail_node_ = root;
+  for (int32_t b = num_blocks - 1; b >= 0; --b) hold_block(path[static_cast<size_t>(b)], b);
+  if (found.ssm_node != kNoNode) {
+    const PageId page = state.tree.pages(found.ssm_node)[static_cast<size_t>(state.ssm->value())];
+    state.store.hold(page, priority_);
+    state_page_ = state.store.pages().handle(page);
+  }
+  const int32_t num_full = matched / tokens_per_block_;
+  if (num_full > 0) tail_node_ = path[static_cast<size_t>(num_full) - 1];
+  state.tree.pin(tail_node_);
   const auto tail = static_cast<size_t>(matched % tokens_per_block_);
   needs_copy_ = tail > 0;
   const auto committed = args.tokens.first(static_cast<size_t>(matched));
@@ -63,6 +63,24 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   ++state.next_id;
   registry_index_ = state.caches.size();
   state.caches.push_back(this);
+}
+
+void KVCache::hold_block(NodeId node, int32_t ordinal) {
+  ManagerState& state = *state_;
+  const int32_t num_tokens =
+      std::min(tokens_per_block_, history_length_ - ordinal * tokens_per_block_);
+  const auto shown = state.tree.pages(node);
+  int coldest = kHotLevel;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (state.is_ssm(lc) || shown[lc] == kNoPage) continue;
+    const PageRecord& record = state.store.page(shown[lc]);
+    if (record.num_tokens < num_tokens || stale(lc, history_length_).contains(ordinal)) continue;
+    coldest = std::max(coldest, int{record.level});
+    state.store.hold(shown[lc], priority_);
+    page(ordinal, lc) = state.store.pages().handle(shown[lc]);
+  }
+  state.tree.priority_raised(node, priority_);
+  reused_by_level_[static_cast<size_t>(coldest)] += num_tokens;
 }
 
 KVCache::~KVCache() {
@@ -76,40 +94,50 @@ KVCache::~KVCache() {
 bool KVCache::resume(std::optional<int64_t> stream) {
   HELICORE_KV_STATE(status_ == CacheStatus::kSuspended, "kv.resume", "cache ", id_, " is ",
                     name_of(status_), ", must be SUSPENDED");
-  const std::unique_lock lock(state_->mutex);
-  const bool resumed = resume_locked(stream);
-  state_->verify();
-  return resumed;
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    const bool resumed = resume_locked(stream);
+    state_->verify();
+    if (!resumed) return false;
+  }
+  return finish_waits(state_->stats.failed_resumes);
 }
 
 void KVCache::suspend() {
   HELICORE_KV_STATE(is_active(), "kv.suspend", "cache ", id_, " is ", name_of(status_),
                     ", must be ACTIVE");
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
   suspend_locked();
   state_->verify();
 }
 
 bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> history_length) {
   const Cursors cursors = check_resize(capacity, history_length);
-  if (!kDebugChecks && resize_within_blocks(cursors)) return true;
-  const std::unique_lock lock(state_->mutex);
-  const bool resized = resize_locked(cursors);
-  state_->verify();
-  return resized;
+  if (!kDebugChecks && !state_->has_new_failures() && resize_within_blocks(cursors)) return true;
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    const bool resized = resize_locked(cursors);
+    state_->verify();
+    if (!resized) return false;
+  }
+  return finish_waits(state_->stats.failed_resizes);
 }
 
 void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
   check_commit(tokens.size());
   check_tokens(tokens);
-  if (!kDebugChecks && fills_no_block(tokens.size()) && !is_end) {
+  if (!kDebugChecks && !state_->has_new_failures() && fills_no_block(tokens.size()) && !is_end) {
     commit_into_tail(tokens);
     return;
   }
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
+  check_intact("kv.commit");
   state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
-  commit_locked(tokens);
-  if (is_end) stop_committing_locked();
+  commit_locked(tokens, is_end);
   state_->verify();
 }
 
@@ -117,16 +145,44 @@ void KVCache::stop_committing() {
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.stop_committing", "cache ", id_,
                     " is CLOSED");
   const std::unique_lock lock(state_->mutex);
-  state_->tree.reserve_nodes(1);
-  stop_committing_locked();
+  state_->begin_operation();
+  state_->tree.reserve_nodes(2);
+  stop_committing_locked(false);
   state_->verify();
 }
 
 void KVCache::close() {
   if (status_ == CacheStatus::kClosed) return;
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
   close_locked();
   state_->verify();
+}
+
+void KVCache::check_intact(const char* where) const {
+  if (is_lost_) {
+    throw DataLost(detail::concat("[", where, "] pages of cache ", id_,
+                                  " could not be read back; close it and compute them again"));
+  }
+}
+
+bool KVCache::finish_waits(uint64_t& failure_counter) {
+  if (!waits_.empty()) {
+    CacheDevice& device = *state_->device;
+    const StreamHandle stream = device_stream();
+    const TimePoint own = device.record(stream);
+    if (!own.is_none()) {
+      std::erase_if(waits_, [&](TimePoint p) { return p.timeline() == own.timeline(); });
+    }
+    if (!waits_.empty()) device.wait(stream, waits_);
+    waits_.clear();
+  }
+  if (!state_->has_new_failures()) return true;
+  const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
+  if (!is_lost_) return true;
+  suspend_locked();
+  return fail({.data_lost = true}, failure_counter);
 }
 
 KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,
@@ -164,7 +220,10 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (may_share_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_) return false;
+  if (may_share_ || is_lost_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_ ||
+      makes_stale(cursors.history)) {
+    return false;
+  }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
   last_failure_.reset();
@@ -172,196 +231,61 @@ bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
 }
 
 bool KVCache::fills_no_block(size_t num_tokens) const noexcept {
-  return !may_share_ && tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_);
+  return !may_share_ && !is_lost_ && !state_->ssm &&
+         tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_) &&
+         !makes_stale(std::max(history_length_, num_committed_ + static_cast<int32_t>(num_tokens)));
+}
+
+bool KVCache::makes_stale(int32_t history) const noexcept {
+  if (!state_->has_windows || history == history_length_) return false;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (stale(lc, history).end != stale(lc, history_length_).end) return true;
+  }
+  return false;
+}
+
+HalfOpenRange<int32_t> KVCache::stale(size_t life_cycle, int32_t history) const noexcept {
+  return state_->life_cycle(life_cycle).stale_range(history, tokens_per_block_);
+}
+
+bool KVCache::is_live(int32_t ordinal, size_t life_cycle) const noexcept {
+  return is_active() && !page(ordinal, life_cycle).is_null() &&
+         !stale(life_cycle, history_length_).contains(ordinal);
+}
+
+NodeId KVCache::shown_node(int32_t ordinal) const noexcept {
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const PageHandle handle = page(ordinal, lc);
+    if (handle.is_null()) continue;
+    const NodeId node = state_->store.page(handle.id).node;
+    if (node != kNoNode) return node;
+  }
+  return kNoNode;
+}
+
+StreamHandle KVCache::device_stream() const noexcept {
+  const StreamHandle stream = stream_.value_or(0);
+  return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
+}
+
+TimePoint KVCache::fence() const {
+  return is_active() ? state_->fence(device_stream()) : TimePoint();
+}
+
+void KVCache::wait_for(TimePoint point) {
+  if (point.is_none() || state_->device->reached(point)) return;
+  for (TimePoint& known : waits_) {
+    if (known.timeline() != point.timeline()) continue;
+    if (known.value() < point.value()) known = point;
+    return;
+  }
+  waits_.push_back(point);
 }
 
 void KVCache::commit_into_tail(std::span<const TokenId> tokens) {
   tail_tokens_.insert(tail_tokens_.end(), tokens.begin(), tokens.end());
   num_committed_ += static_cast<int32_t>(tokens.size());
   history_length_ = std::max(history_length_, num_committed_);
-}
-
-bool KVCache::resize_locked(const Cursors& cursors) {
-  ManagerState& state = *state_;
-  const int32_t num_blocks = ceil_div(cursors.capacity, tokens_per_block_);
-  const int32_t copies = count_copies(std::min(num_blocks, num_blocks_));
-  const int32_t needed = std::max(0, num_blocks - num_blocks_) + copies;
-  if (needed > 0) {
-    if (const auto reason = state.plan(needed)) return fail(*reason, state.stats.failed_resizes);
-    reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
-    reserve_tables(num_blocks);
-    state.make_room(needed);
-  }
-  if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
-  if (num_blocks > num_blocks_) {
-    grow_locked(num_blocks);
-  } else {
-    shrink_locked(num_blocks);
-  }
-  capacity_ = cursors.capacity;
-  history_length_ = cursors.history;
-  last_failure_.reset();
-  return true;
-}
-
-void KVCache::grow_locked(int32_t num_blocks) {
-  ManagerState& state = *state_;
-  const int32_t added = num_blocks - num_blocks_;
-  for (int32_t b = num_blocks_; b < num_blocks; ++b) {
-    for (size_t lc = 0; lc < tables_.size(); ++lc) {
-      const PageHandle handle =
-          state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
-      state.store.lock(handle);
-      pages_.push_back(handle);
-      tables_[lc].data[b] = state.store.page(handle.id).slot.value();
-    }
-  }
-  num_blocks_ = num_blocks;
-  state.stats.allocated_blocks += static_cast<uint64_t>(added);
-}
-
-void KVCache::shrink_locked(int32_t num_blocks) {
-  for (int32_t b = num_blocks_ - 1; b >= num_blocks; --b) release_block_locked(b);
-  pages_.resize(static_cast<size_t>(num_blocks) * tables_.size());
-  num_blocks_ = num_blocks;
-}
-
-void KVCache::release_block_locked(int32_t ordinal) {
-  for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    const PageHandle handle = page(ordinal, lc);
-    if (is_active()) {
-      state_->store.unlock(handle);
-      tables_[lc].data[ordinal] = kBadPageIndex;
-    }
-    state_->store.unhold(handle);
-  }
-}
-
-bool KVCache::resume_locked(std::optional<int64_t> stream) {
-  ManagerState& state = *state_;
-  auto reason = state.utilisation_gate();
-  const int32_t copies = count_copies(num_blocks_);
-  if (!reason && copies > 0) reason = state.plan(copies);
-  if (reason) return fail(*reason, state.stats.failed_resumes);
-  if (copies > 0) state.make_room(copies);
-  if (needs_copy_ || may_share_) copy_blocks_locked(num_blocks_);
-  for (int32_t b = 0; b < num_blocks_; ++b) {
-    for (size_t lc = 0; lc < tables_.size(); ++lc) {
-      const PageHandle handle = page(b, lc);
-      state.store.lock(handle);
-      tables_[lc].data[b] = state.store.page(handle.id).slot.value();
-    }
-  }
-  if (stream) stream_ = stream;
-  status_ = CacheStatus::kActive;
-  last_failure_.reset();
-  ++state.num_active;
-  ++state.stats.num_resumes;
-  return true;
-}
-
-void KVCache::suspend_locked() {
-  for (int32_t b = 0; b < num_blocks_; ++b) {
-    for (size_t lc = 0; lc < tables_.size(); ++lc) state_->store.unlock(page(b, lc));
-  }
-  for (IndexTable& table : tables_) {
-    std::fill_n(table.data, static_cast<size_t>(num_blocks_), kBadPageIndex);
-    if (!table.is_external) continue;
-    table.move_to_own(static_cast<size_t>(num_blocks_), 0);
-  }
-  max_blocks_ = INT32_MAX;
-  status_ = CacheStatus::kSuspended;
-  --state_->num_active;
-  ++state_->stats.num_suspends;
-}
-
-void KVCache::commit_locked(std::span<const TokenId> tokens) {
-  if (may_share_) check_forked_commit(tokens);
-  const auto block = static_cast<size_t>(tokens_per_block_);
-  while (tail_tokens_.size() + tokens.size() >= block) {
-    const size_t taken = block - tail_tokens_.size();
-    if (tail_tokens_.empty()) {
-      commit_full_block(tokens.first(block));
-    } else {
-      tail_tokens_.insert(tail_tokens_.end(), tokens.begin(),
-                          tokens.begin() + static_cast<std::ptrdiff_t>(taken));
-      commit_full_block(tail_tokens_);
-      tail_tokens_.clear();
-    }
-    num_committed_ += static_cast<int32_t>(taken);
-    tokens = tokens.subspan(taken);
-  }
-  commit_into_tail(tokens);
-}
-
-void KVCache::commit_full_block(std::span<const TokenId> tokens) {
-  ManagerState& state = *state_;
-  const int32_t ordinal = state.tree.node(tail_node_).ordinal + 1;
-  const std::span<const PageHandle> own(&page(ordinal, 0), tables_.size());
-  const InsertResult result = state.tree.insert(tail_node_, tokens, own);
-  if (result.outcome == InsertOutcome::kExisting) {
-    const std::span<const PageId> shown = state.tree.pages(result.node);
-    const bool is_rebase = shown[0] != own[0].id;  // else a fork showed the page that we share
-    state.tree.hold(result.node, priority_);
-    for (size_t lc = 0; lc < tables_.size(); ++lc) {
-      const PageHandle adopted = state.store.pages().handle(shown[lc]);
-      state.store.lock(adopted);
-      state.store.unlock(own[lc]);
-      state.store.unhold(own[lc]);
-      page(ordinal, lc) = adopted;
-      tables_[lc].data[ordinal] = state.store.page(adopted.id).slot.value();
-    }
-    state.stats.rebased_blocks += is_rebase ? 1 : 0;
-  }
-  ++state.stats.committed_blocks;
-  state.tree.pin(result.node);
-  state.tree.unpin(tail_node_);
-  tail_node_ = result.node;
-}
-
-void KVCache::stop_committing_locked() {
-  if (commit_state_ != CommitState::kAllowed) return;
-  commit_state_ = CommitState::kUserStop;
-  if (tail_tokens_.empty() || needs_copy_ || !state_->config.enable_partial_reuse) return;
-  const int32_t ordinal = state_->tree.node(tail_node_).ordinal + 1;
-  const std::span<const PageHandle> own(&page(ordinal, 0), tables_.size());
-  const NodeId shown = state_->store.page(own[0].id).node;
-  if (shown != kNoNode) {  // by a fork; a longer part may replace it
-    const auto theirs = state_->tree.tokens(shown);
-    if (state_->tree.node(shown).parent != tail_node_ || theirs.size() > tail_tokens_.size() ||
-        !std::equal(theirs.begin(), theirs.end(), tail_tokens_.begin())) {
-      return;
-    }
-  }
-  (void)state_->tree.insert(tail_node_, tail_tokens_, own);
-}
-
-void KVCache::close_locked() {
-  if (commit_state_ == CommitState::kAllowed) {
-    try {
-      state_->tree.reserve_nodes(1);
-      stop_committing_locked();
-    } catch (const std::bad_alloc&) {
-      commit_state_ = CommitState::kUserStop;  // the partial block is not offered for reuse
-    }
-  }
-  shrink_locked(0);
-  state_->tree.unpin(tail_node_);
-  tail_node_ = kNoNode;
-  if (is_active()) --state_->num_active;
-  status_ = CacheStatus::kClosed;
-  for (IndexTable& table : tables_) {
-    table.data = table.own.data();
-    table.is_external = false;
-  }
-  unregister();
-}
-
-void KVCache::unregister() noexcept {
-  std::vector<KVCache*>& caches = state_->caches;
-  caches[registry_index_] = caches.back();
-  caches[registry_index_]->registry_index_ = registry_index_;
-  caches.pop_back();
 }
 
 void KVCache::reserve_tables(int32_t num_blocks) {
@@ -372,7 +296,7 @@ void KVCache::reserve_tables(int32_t num_blocks) {
   }
 }
 
-void KVCache::IndexTable::move_to_own(size_t size, size_t count) {
+void IndexTable::move_to_own(size_t size, size_t count) {
   if (size > own.size()) {
     std::vector<int32_t> grown(size, kBadPageIndex);
     retired.reserve(retired.size() + 1);
@@ -394,7 +318,7 @@ bool KVCache::fail(const NoRoom& reason, uint64_t& counter) noexcept {
   return false;
 }
 
-const KVCache::IndexTable& KVCache::table(LifeCycleId group, int beam) const {
+const IndexTable& KVCache::table(LifeCycleId group, int beam) const {
   HELICORE_CHECK(beam == kDefaultBeamIndex, "kv.page_table", "beam must be 0, got ", beam);
   HELICORE_CHECK(group.value() >= 0 && static_cast<size_t>(group.value()) < tables_.size(),
                  "kv.page_table", "layer group must be in [0, ", tables_.size(), "), got ", group);
@@ -435,15 +359,27 @@ void KVCache::set_base_page_index_buf(int beam, LifeCycleId group,
 std::vector<int32_t> KVCache::aggregated_page_indices(LifeCycleId group, int beam,
                                                       bool valid_only) const {
   (void)table(group, beam);
-  (void)valid_only;  // full attention has a page for every block
   std::vector<int32_t> slots;
   if (status_ == CacheStatus::kClosed) return slots;
   const std::shared_lock lock(state_->mutex);
   for (int32_t b = 0; b < num_blocks_; ++b) {
-    const size_t at = static_cast<size_t>(b) * tables_.size() + static_cast<size_t>(group.value());
-    slots.push_back(state_->store.page(pages_[at].id).slot.value());
+    const PageHandle handle = page(b, static_cast<size_t>(group.value()));
+    const bool is_hot = !handle.is_null() && state_->store.page(handle.id).level == kHotLevel;
+    if (is_hot) {
+      slots.push_back(state_->store.page(handle.id).slot.value());
+    } else if (!valid_only) {
+      slots.push_back(kBadPageIndex);
+    }
   }
   return slots;
+}
+
+int32_t KVCache::ssm_base_index() const {
+  HELICORE_CHECK(state_ != nullptr && state_->ssm, "kv.ssm_base_index",
+                 "the config must have an SsmLayerConfig");
+  if (!is_active() || state_page_.is_null()) return kBadPageIndex;
+  const std::shared_lock lock(state_->mutex);
+  return state_->store.page(state_page_.id).slot.value();
 }
 
 std::vector<TokenId> KVCache::committed_tokens() const {

@@ -7,13 +7,20 @@
 #include <span>
 #include <vector>
 
+#include "helicore/core/typed_index.h"
+#include "helicore/core/types.h"
+#include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
+#include "helicore/kv/index_table.h"
 #include "helicore/kv/page_slab.h"
+#include "helicore/kv/prefetch.h"
+#include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
 
 namespace helicore::kv {
 
 struct ManagerState;
+class KVCache;
 class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
@@ -45,12 +52,17 @@ class KVCache {
 
   // SUSPENDED -> ACTIVE: locks the pages and fills the page tables. The first resume after a match
   // that ends inside a block copies that block into a private page. False when there is no room or,
-  // with other sequences active, a pool group is used above max_util_for_resume. `stream` is kept
-  // for device levels.
+  // with other sequences active, a pool group is used above max_util_for_resume. `stream` is the
+  // one whose work touches the pages from now on: a cudaStream_t as an integer, or a step stream;
+  // on the CPU any other number stands for work that is done when a call returns.
   [[nodiscard]] bool resume(std::optional<int64_t> stream = std::nullopt);
   // ACTIVE -> SUSPENDED: pages stay held (nothing else may take them), page tables read BAD,
   // caller-owned table rows are filled with BAD and let go.
   void suspend();
+  // Brings pages that are colder than `level` up to it, front blocks first, in batches that leave
+  // room for other copies; best effort. SUSPENDED only. Never blocks. A second call takes the place
+  // of the first.
+  [[nodiscard]] PrefetchTicket prefetch(int level = kHotLevel);
   // Sets the cursors; nullopt keeps one. ACTIVE only. False when the pages for a larger capacity
   // can't be had. Throws InvalidArgument when history would shrink (see truncate), capacity <
   // history, or a caller's table row is too short.
@@ -99,8 +111,16 @@ class KVCache {
   [[nodiscard]] int32_t num_committed_tokens() const noexcept { return num_committed_; }
   [[nodiscard]] int32_t num_blocks() const noexcept { return num_blocks_; }
   [[nodiscard]] int32_t tokens_per_block() const noexcept { return tokens_per_block_; }
-  // Tokens that creation found in the tree.
+  // Tokens that creation found in the tree, and how many of them had a page on each level, counted
+  // where the coldest page of their block was.
   [[nodiscard]] int32_t num_reused_tokens() const noexcept { return num_reused_; }
+  [[nodiscard]] const std::vector<int32_t>& cached_tokens_by_level() const noexcept {
+    return reused_by_level_;
+  }
+  // Slot of the recurrent state; BAD while not active or without one.
+  [[nodiscard]] int32_t ssm_base_index() const;
+  // Pages of the cache were lost by a failed copy: it can only be closed.
+  [[nodiscard]] bool is_lost() const noexcept { return is_lost_; }
   [[nodiscard]] std::vector<TokenId> committed_tokens() const;
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return priority_; }
@@ -111,20 +131,10 @@ class KVCache {
 
  private:
   friend class KVCacheManager;
+  friend class PrefetchTicket;
+  friend struct ManagerState;
   friend struct Introspection;
 
-  // A page table: its own memory or a row of the caller's. Memory that a view may show stays until
-  // the cache is gone: a view that is out of date reads old entries, never freed memory.
-  struct IndexTable {
-    std::vector<int32_t> own;
-    std::vector<std::vector<int32_t>> retired;  // what `own` was before it grew
-    int32_t* data = nullptr;
-    size_t capacity = 0;
-    bool is_external = false;
-    // Moves into own memory of at least `size` entries: the first `count` as they are, the rest
-    // BAD.
-    void move_to_own(size_t size, size_t count);
-  };
   struct CreateArgs {
     ReuseScope scope;
     std::span<const TokenId> tokens;
@@ -134,6 +144,7 @@ class KVCache {
 
   // Matches and holds; call with the lock.
   KVCache(ManagerState& state, const CreateArgs& args);
+  void hold_block(NodeId node, int32_t ordinal);
   // The fork of `parent`; call with the lock.
   KVCache(const KVCache& parent, std::optional<int64_t> id);
 
@@ -149,36 +160,94 @@ class KVCache {
   void check_forked_commit(std::span<const TokenId> tokens) const;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
+  void check_intact(const char* where) const;
   // True when the new capacity needs the same blocks: three integers change, no lock needed.
   [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
   [[nodiscard]] bool fills_no_block(size_t num_tokens) const noexcept;
   void commit_into_tail(std::span<const TokenId> tokens);
+  // Blocks would become stale if history grew to this.
+  [[nodiscard]] bool makes_stale(int32_t history) const noexcept;
 
   // With the lock held, arguments checked.
   [[nodiscard]] bool resize_locked(const Cursors& cursors);
+  [[nodiscard]] std::optional<NoRoom> make_room_to_resize(const Cursors& cursors,
+                                                          int32_t num_blocks);
   void shrink_locked(int32_t num_blocks);
-  void grow_locked(int32_t num_blocks);
+  void grow_locked(int32_t num_blocks, int32_t history);
   [[nodiscard]] bool truncate_within_blocks(int32_t num_tokens) noexcept;
+  // Throws when a window has let go of blocks that the shorter history needs.
+  void check_rewind(const char* where, int32_t num_tokens) const;
   void truncate_locked(int32_t num_tokens);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
+  void lock_pages();
   void suspend_locked();
-  void commit_locked(std::span<const TokenId> tokens);
+  void commit_locked(std::span<const TokenId> tokens, bool is_end);
   void commit_full_block(std::span<const TokenId> tokens);
-  void stop_committing_locked();
+  void adopt_block(NodeId node, int32_t ordinal);
+  bool adopt_page(NodeId node, int32_t ordinal, size_t life_cycle);
+  void stop_committing_locked(bool may_move_state);
+  void publish_tail();
+  // A recurrent state as of num_committed, in the tree. Best effort: false without room.
+  bool snapshot_state(bool may_move);
+  // Shows the committed part of the last block: copies of its pages, or the pages themselves.
+  [[nodiscard]] NodeId insert_tail_copies();
+  [[nodiscard]] NodeId tail_node_with_own_pages();
+  [[nodiscard]] bool is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept;
   void close_locked();
-  // Blocks below `end` that must be copied before rows from history_length on may be written.
-  [[nodiscard]] int32_t count_copies(int32_t end) const noexcept;
-  [[nodiscard]] bool must_copy(int32_t ordinal) const noexcept;
+  // Starts the next batch of a prefetch when the last has arrived.
+  void pump_prefetch();
+  // Moves history on; blocks that become stale are let go, or kept until they are committed.
+  void advance_history(int32_t history);
+  void let_go_stale(int32_t ordinal, size_t life_cycle);
+  // Slots per pool group that a growing history gives up.
+  struct Yield {
+    int32_t freed = 0;      // private pages
+    int32_t droppable = 0;  // pages that the tree shows and nobody else holds
+  };
+  [[nodiscard]] std::vector<Yield> count_yields(int32_t history) const;
+  // New blocks of the life cycle that get pages when there are `num_blocks`.
+  [[nodiscard]] int32_t count_growth(size_t life_cycle, int32_t num_blocks, int32_t history) const;
+  // Drops pages that advance_history() made droppable until the blocks to come have slots.
+  void drop_stale_until(int32_t num_blocks, int32_t history);
+  [[nodiscard]] bool keeps_stale_until_commit(int32_t ordinal, size_t life_cycle) const noexcept;
+
+  // Slots per pool group for the private copies that rows from history_length() on need in blocks
+  // below `end`; true when there are any.
+  bool add_copies(int32_t end, std::span<int32_t> need) const;
+  [[nodiscard]] bool must_copy(int32_t ordinal, size_t life_cycle) const noexcept;
+  [[nodiscard]] bool must_copy_state() const noexcept;
   // Held by another cache or shown by the tree.
   [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
   [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
-  // Gives the blocks that count_copies() counts private copies; needs that many free blocks.
+  // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
+  // device throws, nothing changed.
   void copy_blocks_locked(int32_t end);
+  [[nodiscard]] PageHandle fresh_page(size_t life_cycle);
+  void install_page(const Replacement& replacement);
   void release_block_locked(int32_t ordinal);
+  void release_page(int32_t ordinal, size_t life_cycle);
+  void release_state();
+  void look_for_lost_pages() noexcept;
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
 
+  // Order against the work of the cache's stream.
+  [[nodiscard]] StreamHandle device_stream() const noexcept;
+  [[nodiscard]] TimePoint fence() const;
+  void wait_for(TimePoint point);
+  // Without the lock: the stream waits for what the last operation has started. False when data
+  // were lost on the way; the cache is suspended then.
+  [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
+
+  [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
+  // The page is locked by this cache: active, with a page there that is not stale.
+  [[nodiscard]] bool is_live(int32_t ordinal, size_t life_cycle) const noexcept;
+  // The node that shows a page of the block; kNoNode when none does.
+  [[nodiscard]] NodeId shown_node(int32_t ordinal) const noexcept;
+  [[nodiscard]] int32_t num_full_blocks() const noexcept {
+    return num_committed_ / tokens_per_block_;
+  }
   [[nodiscard]] PageHandle& page(int32_t ordinal, size_t life_cycle) noexcept {
     return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
   }
@@ -197,18 +266,26 @@ class KVCache {
   int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
   CacheStatus status_ = CacheStatus::kSuspended;
   CommitState commit_state_ = CommitState::kAllowed;
-  bool needs_copy_ = false;  // the last block is a shared page, to be copied at the first resume
-  bool may_share_ = false;   // forks may hold blocks that are not yet committed here
-  bool in_batch_ = false;    // seen by the batch call that is checking its arguments
+  bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
+  bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
+  bool may_share_ = false;    // forks may hold blocks that are not yet committed here
+  bool in_batch_ = false;     // seen by the batch call that is checking its arguments
+  bool is_lost_ = false;
   uint8_t priority_;
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
   std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
-  std::vector<PageHandle> pages_;     // [num_blocks][life cycle]
+  std::vector<PageHandle> pages_;     // [num_blocks][life cycle]; null: stale, or none
+  PageHandle state_page_;             // the recurrent state
   std::vector<IndexTable> tables_;    // [life cycle]
+  std::vector<TimePoint> waits_;      // what the stream waits for before it goes on
+  std::vector<PageHandle> stale_released_;
+  std::vector<Replacement> replacements_;
+  PrefetchState prefetch_;
   std::optional<NoRoom> last_failure_;
   std::optional<int64_t> stream_;
   int64_t id_;
   int32_t num_reused_ = 0;
+  std::vector<int32_t> reused_by_level_;
   size_t registry_index_ = 0;  // in the manager's list of open caches
   ReuseScope scope_;
 };

@@ -12,6 +12,8 @@ void KVCache::truncate(int64_t num_tokens) {
   const int32_t end = check_truncate("kv.truncate", num_tokens);
   if (!kDebugChecks && truncate_within_blocks(end)) return;
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
+  check_rewind("kv.truncate", end);
   truncate_locked(end);
   state_->verify();
 }
@@ -21,25 +23,58 @@ int32_t KVCache::check_truncate(const char* where, int64_t num_tokens) const {
   HELICORE_CHECK(num_tokens >= num_committed_ && num_tokens <= capacity_, where,
                  "num_tokens must be in [num_committed_tokens, capacity] = [", num_committed_, ", ",
                  capacity_, "], got ", num_tokens);
+  HELICORE_CHECK(!state_->ssm || num_tokens >= history_length_, where,
+                 "num_tokens must be >= history_length ", history_length_,
+                 ": a recurrent state can't be rewound, got ", num_tokens);
   return static_cast<int32_t>(num_tokens);
+}
+
+void KVCache::check_rewind(const char* where, int32_t num_tokens) const {
+  if (num_tokens >= history_length_ || !state_->has_windows) return;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const auto now = stale(lc, history_length_);
+    const auto then = stale(lc, num_tokens);
+    const int32_t end = std::min(now.end, ceil_div(num_tokens, tokens_per_block_));
+    for (int32_t b = std::max(then.end, now.begin); b < end; ++b) {
+      const PageHandle handle = page(b, lc);
+      HELICORE_CHECK(
+          !handle.is_null() && (!is_active() || state_->store.page(handle.id).level == kHotLevel),
+          where, "num_tokens must not reach back behind what the window of layer group ", lc,
+          " still has: block ", b, " is gone, got ", num_tokens);
+    }
+  }
 }
 
 bool KVCache::truncate_within_blocks(int32_t num_tokens) noexcept {
   if (ceil_div(num_tokens, tokens_per_block_) != num_blocks_) return false;
+  const int32_t history = std::min(history_length_, num_tokens);
+  if (makes_stale(history)) return false;
   capacity_ = num_tokens;
-  history_length_ = std::min(history_length_, num_tokens);
+  history_length_ = history;
   return true;
 }
 
 void KVCache::truncate_locked(int32_t num_tokens) {
   shrink_locked(ceil_div(num_tokens, tokens_per_block_));
+  const int32_t history = std::min(history_length_, num_tokens);
+  for (size_t lc = 0; lc < tables_.size() && makes_stale(history); ++lc) {
+    const auto now = stale(lc, history_length_);
+    const int32_t end = std::min(now.end, num_blocks_);
+    for (int32_t b = std::max(stale(lc, history).end, now.begin); b < end; ++b) {
+      if (!is_active()) continue;
+      state_->store.lock(page(b, lc));
+      tables_[lc].data[b] = state_->store.page(page(b, lc).id).slot.value();
+    }
+  }
   capacity_ = num_tokens;
-  history_length_ = std::min(history_length_, num_tokens);
+  history_length_ = history;
 }
 
 std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.fork", "cache ", id_, " is CLOSED");
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
+  check_intact("kv.fork");
   std::unique_ptr<KVCache> child(new KVCache(*this, id));
   may_share_ = may_share_ || child->may_share_;
   ++state_->stats.num_forks;
@@ -52,11 +87,13 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
       tokens_per_block_(parent.tokens_per_block_),
       commit_state_(parent.commit_state_),
       needs_copy_(parent.needs_copy_),
+      needs_state_(parent.needs_state_),
       priority_(parent.priority_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
       id_(id.value_or(parent.state_->next_id)),
       num_reused_(parent.num_reused_),
+      reused_by_level_(parent.reused_by_level_),
       scope_(parent.scope_) {
   ManagerState& state = *state_;
   const int32_t num_blocks = ceil_div(parent.history_length_, tokens_per_block_);
@@ -73,11 +110,14 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
   const int32_t first_shared = parent.num_committed_ / tokens_per_block_;
   for (int32_t b = 0; b < num_blocks; ++b) {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (page(b, lc).is_null()) continue;
       state.store.hold(page(b, lc).id, priority_);
       if (b >= first_shared && !needs_copy_) state.store.mark_forked(page(b, lc));
     }
   }
-  may_share_ = first_shared < num_blocks && !needs_copy_;
+  state_page_ = parent.state_page_;
+  if (!state_page_.is_null()) state.store.hold(state_page_.id, priority_);
+  may_share_ = (first_shared < num_blocks && !needs_copy_) || (state.ssm && !needs_state_);
   tail_node_ = parent.tail_node_;
   state.tree.pin(tail_node_);
   num_blocks_ = num_blocks;
@@ -93,8 +133,12 @@ KVCacheManager* KVCache::manager() const noexcept {
 }
 
 bool KVCache::is_shared(int32_t ordinal) const noexcept {
-  const PageRecord& record = state_->store.page(page(ordinal, 0).id);
-  return record.hold_count > 1 || record.node != kNoNode;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (page(ordinal, lc).is_null()) continue;
+    const PageRecord& record = state_->store.page(page(ordinal, lc).id);
+    if (record.hold_count > 1 || record.node != kNoNode) return true;
+  }
+  return false;
 }
 
 bool KVCache::any_shared(int32_t begin, int32_t end) const noexcept {
@@ -104,75 +148,98 @@ bool KVCache::any_shared(int32_t begin, int32_t end) const noexcept {
   return false;
 }
 
-bool KVCache::must_copy(int32_t ordinal) const noexcept {
+bool KVCache::must_copy(int32_t ordinal, size_t life_cycle) const noexcept {
+  if (!needs_copy_ && !may_share_) return false;
+  if (page(ordinal, life_cycle).is_null()) return false;
   if (needs_copy_) return ordinal == num_blocks_ - 1;
-  if (!may_share_) return false;
-  const PageRecord& record = state_->store.page(page(ordinal, 0).id);
+  if (ordinal < history_length_ / tokens_per_block_) return false;
+  const PageRecord& record = state_->store.page(page(ordinal, life_cycle).id);
   if (record.hold_count > 1) return true;
   // Alone: rows behind those that the tree shows may be written in place.
   return record.node != kNoNode &&
          ordinal * tokens_per_block_ + record.num_tokens > history_length_;
 }
 
-int32_t KVCache::count_copies(int32_t end) const noexcept {
-  if (!needs_copy_ && !may_share_) return 0;
-  int32_t count = 0;
-  for (int32_t b = history_length_ / tokens_per_block_; b < end; ++b) count += must_copy(b) ? 1 : 0;
-  return count;
+bool KVCache::must_copy_state() const noexcept {
+  if (!state_->ssm) return false;
+  if (needs_state_) return true;
+  if (state_page_.is_null()) return false;
+  const PageRecord& record = state_->store.page(state_page_.id);
+  return record.hold_count > 1 || record.node != kNoNode;
+}
+
+bool KVCache::add_copies(int32_t end, std::span<int32_t> need) const {
+  if (!needs_copy_ && !may_share_ && !needs_state_) return false;
+  bool any = false;
+  for (int32_t b = history_length_ / tokens_per_block_; b < end; ++b) {
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (!must_copy(b, lc)) continue;
+      ++need[state_->group_of(lc)];
+      any = true;
+    }
+  }
+  if (must_copy_state()) {
+    ++need[state_->group_of(static_cast<size_t>(state_->ssm->value()))];
+    any = true;
+  }
+  return any;
 }
 
 void KVCache::copy_blocks_locked(int32_t end) {
   PageStore& store = state_->store;
-  const int32_t begin = history_length_ / tokens_per_block_;
-  // Last block first: a block is queued for eviction before the one in front of it.
-  for (int32_t b = end - 1; b >= begin; --b) {
-    if (!must_copy(b)) continue;
-    for (size_t lc = 0; lc < tables_.size(); ++lc) {
-      const PageHandle shared = page(b, lc);
-      const PageHandle fresh = store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
-      store.copy_page(shared, fresh);
-      page(b, lc) = fresh;
-      if (is_active()) {
-        store.lock(fresh);
-        store.unlock(shared);
-        tables_[lc].data[b] = store.page(fresh.id).slot.value();
+  const StreamHandle stream = device_stream();
+  replacements_.clear();
+  const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
+    replacements_.push_back({ordinal, lc, PageHandle()});
+    const PageHandle fresh = store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
+    replacements_.back().fresh = fresh;
+    if (!from.is_null()) store.copy_page(from, fresh, stream);
+  };
+  try {
+    // Last block first: a block is queued for eviction before the one in front of it.
+    for (int32_t b = end - 1; b >= history_length_ / tokens_per_block_; --b) {
+      for (size_t lc = 0; lc < tables_.size(); ++lc) {
+        if (must_copy(b, lc)) copy(b, lc, page(b, lc));
       }
-      store.unhold(shared);
     }
+    if (must_copy_state()) copy(-1, static_cast<size_t>(state_->ssm->value()), state_page_);
+  } catch (...) {
+    for (const Replacement& each : replacements_) {
+      if (each.fresh.is_null()) continue;
+      store.unlock(each.fresh, TimePoint());
+      store.unhold(each.fresh);
+    }
+    throw;
+  }
+  int32_t last = -1;
+  for (const Replacement& each : replacements_) {
+    install_page(each);
+    if (each.ordinal < 0 || each.ordinal == last) continue;
+    last = each.ordinal;
     ++state_->stats.allocated_blocks;
     ++state_->stats.copied_blocks;
   }
   needs_copy_ = false;
-  may_share_ = may_share_ && any_shared(num_committed_ / tokens_per_block_, end);
+  needs_state_ = false;
+  may_share_ = may_share_ && (any_shared(num_full_blocks(), end) || must_copy_state());
 }
 
-void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
-  const RadixTree& tree = state_->tree;
-  const auto end = num_committed_ + static_cast<int32_t>(tokens.size());
-  if (end > history_length_) {
-    HELICORE_KV_STATE(count_copies(ceil_div(end, tokens_per_block_)) == 0, "kv.commit", "cache ",
-                      id_, " shares the rows from history_length ", history_length_,
-                      " on with a fork; call resize() before writing them");
-  }
-  // Rows that forks share hold the same tokens; whoever comes second must name the same ones.
-  const auto block = static_cast<size_t>(tokens_per_block_);
-  std::vector<TokenId> next = tail_tokens_;
-  NodeId parent = tail_node_;
-  for (int32_t b = num_committed_ / tokens_per_block_; next.size() + tokens.size() >= block; ++b) {
-    const size_t taken = block - next.size();
-    next.insert(next.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
-    tokens = tokens.subspan(taken);
-    const NodeId shown = state_->store.page(page(b, 0).id).node;
-    if (shown != kNoNode) {
-      const auto theirs = tree.tokens(shown);
-      HELICORE_CHECK(parent != kNoNode && tree.node(shown).parent == parent &&
-                         std::equal(theirs.begin(), theirs.end(), next.begin()),
-                     "kv.commit", "tokens of block ", b,
-                     " must be those that a fork committed for the same rows");
+void KVCache::install_page(const Replacement& replacement) {
+  PageStore& store = state_->store;
+  const bool is_state = replacement.ordinal < 0;
+  PageHandle& place = is_state ? state_page_ : page(replacement.ordinal, replacement.life_cycle);
+  wait_for(store.filled(replacement.fresh.id));
+  if (!is_active()) {
+    store.unlock(replacement.fresh, TimePoint());  // until the resume locks everything
+  } else {
+    store.unlock(place, fence());
+    if (!is_state) {
+      tables_[replacement.life_cycle].data[replacement.ordinal] =
+          store.page(replacement.fresh.id).slot.value();
     }
-    if (parent != kNoNode) parent = tree.find_child(parent, next);
-    next.clear();
   }
+  if (!place.is_null()) store.unhold(place);
+  place = replacement.fresh;
 }
 
 }  // namespace helicore::kv

@@ -32,8 +32,8 @@ uint64_t address_of(const std::byte* p) { return reinterpret_cast<uint64_t>(p); 
 
 }  // namespace
 
-KVCacheManager::KVCacheManager(KVCacheManagerConfig config)
-    : state_(std::make_unique<ManagerState>(std::move(config))) {
+KVCacheManager::KVCacheManager(KVCacheManagerConfig config, std::unique_ptr<CacheDevice> device)
+    : state_(std::make_unique<ManagerState>(std::move(config), std::move(device))) {
   state_->owner = this;
 }
 
@@ -68,6 +68,7 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
                      static_cast<size_t>(INT32_MAX - state_->config.tokens_per_block),
                  "kv.create_kv_cache", "input_tokens is too long: ", options.input_tokens.size());
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
   check_open("kv.create_kv_cache");
   std::unique_ptr<KVCache> cache(new KVCache(
       *state_, {options.reuse_scope, options.input_tokens, options.id, options.priority}));
@@ -95,15 +96,13 @@ int32_t KVCacheManager::probe_reuse(std::span<const TokenId> tokens,
   scope.validate();
   const std::shared_lock lock(state_->mutex);
   check_open("kv.probe_reuse");
-  const KVCacheManagerConfig& config = state_->config;
   const NodeId root = state_->tree.find_root(scope);
-  const int32_t raw = state_->tree.match(root, tokens, config.enable_partial_reuse, nullptr);
-  const int32_t matched = std::max(0, raw - config.reuse_match_backoff);
-  return config.enable_partial_reuse ? matched : matched - matched % config.tokens_per_block;
+  return state_->tree.match(root, tokens, state_->match_rules(), nullptr).num_tokens;
 }
 
 void KVCacheManager::clear_reusable_blocks() {
   const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
   check_open("kv.clear_reusable_blocks");
   if (!state_->caches.empty()) {
     throw ResourceBusy(detail::concat("[kv.clear_reusable_blocks] ", state_->caches.size(),
@@ -153,19 +152,30 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
   for (size_t i = 0; i < caches.size(); ++i) {
     (void)caches[i]->check_resize(capacities[i], history(i));
   }
-  std::unique_lock lock(state_->mutex, std::defer_lock);
-  if (kDebugChecks) lock.lock();
-  for (size_t i = 0; i < caches.size(); ++i) {
-    const KVCache::Cursors cursors{
-        capacities[i], static_cast<int32_t>(history(i).value_or(caches[i]->history_length_))};
-    if (caches[i]->resize_within_blocks(cursors)) {
-      results[i] = 1;
-      continue;
+  {
+    std::unique_lock lock(state_->mutex, std::defer_lock);
+    const auto take_lock = [&] {
+      lock.lock();
+      state_->begin_operation();
+    };
+    if (kDebugChecks || state_->has_new_failures()) take_lock();
+    for (size_t i = 0; i < caches.size(); ++i) {
+      const KVCache::Cursors cursors{
+          capacities[i], static_cast<int32_t>(history(i).value_or(caches[i]->history_length_))};
+      if (caches[i]->resize_within_blocks(cursors)) {
+        results[i] = 1;
+        continue;
+      }
+      if (!lock.owns_lock()) take_lock();
+      results[i] = caches[i]->resize_locked(cursors) ? 1 : 0;
     }
-    if (!lock.owns_lock()) lock.lock();
-    results[i] = caches[i]->resize_locked(cursors) ? 1 : 0;
+    if (!lock.owns_lock()) return;
+    state_->verify();
   }
-  if (lock.owns_lock()) state_->verify();
+  for (size_t i = 0; i < caches.size(); ++i) {
+    if (results[i] == 0) continue;
+    results[i] = caches[i]->finish_waits(state_->stats.failed_resizes) ? 1 : 0;
+  }
 }
 
 void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
@@ -174,7 +184,7 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, counts.empty() ? caches.size() : counts.size());
   size_t total = 0;
-  bool fills_block = kDebugChecks;
+  bool fills_block = kDebugChecks || state_->has_new_failures();
   for (size_t i = 0; i < caches.size(); ++i) {
     const int32_t count = counts.empty() ? 1 : counts[i];
     HELICORE_CHECK(count >= 0, kWhere, "counts must be >= 0, got ", count);
@@ -189,12 +199,14 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   std::unique_lock lock(state_->mutex, std::defer_lock);
   if (fills_block) {
     lock.lock();
+    state_->begin_operation();
     for (size_t i = 0, at = 0; i < caches.size(); ++i) {
+      caches[i]->check_intact(kWhere);
       const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
       if (caches[i]->may_share_) caches[i]->check_forked_commit(tokens.subspan(at, count));
       at += count;
     }
-    state_->tree.reserve_nodes(total / static_cast<size_t>(tokens_per_block()) + caches.size());
+    state_->tree.reserve_nodes(total / static_cast<size_t>(tokens_per_block()) + 2 * caches.size());
   }
   for (size_t i = 0, at = 0; i < caches.size(); ++i) {
     const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
@@ -203,7 +215,7 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     if (caches[i]->fills_no_block(count)) {
       caches[i]->commit_into_tail(own);
     } else {
-      caches[i]->commit_locked(own);
+      caches[i]->commit_locked(own, false);
     }
   }
   if (lock.owns_lock()) state_->verify();
@@ -218,10 +230,17 @@ void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
     (void)caches[i]->check_truncate(kWhere, num_tokens[i]);
   }
   std::unique_lock lock(state_->mutex, std::defer_lock);
-  if (kDebugChecks) lock.lock();
+  if (kDebugChecks || state_->has_windows) {
+    lock.lock();
+    state_->begin_operation();
+    for (size_t i = 0; i < caches.size(); ++i) caches[i]->check_rewind(kWhere, num_tokens[i]);
+  }
   for (size_t i = 0; i < caches.size(); ++i) {
     if (caches[i]->truncate_within_blocks(num_tokens[i])) continue;
-    if (!lock.owns_lock()) lock.lock();
+    if (!lock.owns_lock()) {
+      lock.lock();
+      state_->begin_operation();
+    }
     caches[i]->truncate_locked(num_tokens[i]);
   }
   if (lock.owns_lock()) state_->verify();
@@ -236,11 +255,18 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
     HELICORE_KV_STATE(cache->status() == CacheStatus::kSuspended, kWhere, "cache ", cache->id(),
                       " is ", name_of(cache->status()), ", must be SUSPENDED");
   }
-  const std::unique_lock lock(state_->mutex);
-  for (size_t i = 0; i < caches.size(); ++i) {
-    results[i] = caches[i]->resume_locked(stream) ? 1 : 0;
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    for (size_t i = 0; i < caches.size(); ++i) {
+      results[i] = caches[i]->resume_locked(stream) ? 1 : 0;
+    }
+    state_->verify();
   }
-  state_->verify();
+  for (size_t i = 0; i < caches.size(); ++i) {
+    if (results[i] == 0) continue;
+    results[i] = caches[i]->finish_waits(state_->stats.failed_resumes) ? 1 : 0;
+  }
 }
 
 uint64_t KVCacheManager::mem_pool_base_address(int32_t layer_id, const std::string& role,
@@ -264,7 +290,7 @@ int32_t KVCacheManager::page_index_scale(int32_t layer_id, const std::string& ro
 
 int64_t KVCacheManager::page_index_upper_bound(int32_t layer_id, const std::string& role) const {
   const BufferAttr& buffer = buffer_attr(layer_id, role);
-  return buffer.page_index_upper_bound(state_->quota.num_slots[buffer.group]);
+  return buffer.page_index_upper_bound(state_->levels[0].split.num_slots[buffer.group]);
 }
 
 PageIndexConverter KVCacheManager::page_index_converter(int32_t layer_id,
@@ -303,7 +329,8 @@ std::vector<PoolGroupDesc> KVCacheManager::pool_group_descs() const {
   for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const PoolGroupLayout& shape = state_->layout.groups()[group];
-    PoolGroupDesc desc{group, shape.domain, state_->quota.num_slots[group], {}, shape.variants};
+    PoolGroupDesc desc{
+        group, shape.domain, state_->levels[0].split.num_slots[group], {}, shape.variants};
     for (size_t p = 0; p < shape.piece_bytes.size(); ++p) {
       const PoolIndex pool(static_cast<int32_t>(p));
       desc.pools.push_back(
@@ -320,28 +347,53 @@ int32_t KVCacheManager::tokens_per_block() const noexcept {
 }
 const KVCacheManagerConfig& KVCacheManager::init_config() const noexcept { return state_->config; }
 
+void KVCacheManager::check_level(const char* where, int level) const {
+  HELICORE_CHECK(level >= 0 && level < num_levels(), where, "level must be in [0, ", num_levels(),
+                 "), got ", level);
+}
+
+int KVCacheManager::num_levels() const noexcept { return state_->store.num_levels(); }
+
+CacheTier KVCacheManager::tier(int level) const {
+  check_level("kv.tier", level);
+  return state_->store.tier(level);
+}
+
 int64_t KVCacheManager::quota(int level) const {
-  HELICORE_CHECK(level == kHotLevel, "kv.get_quota", "level must be 0, got ", level);
-  return state_->quota.quota;
+  check_level("kv.get_quota", level);
+  const std::shared_lock lock(state_->mutex);
+  return state_->levels[static_cast<size_t>(level)].split.quota;
 }
 
 std::vector<PoolGroupStatistics> KVCacheManager::storage_statistics(int level) const {
-  HELICORE_CHECK(level == kHotLevel, "kv.get_storage_statistics", "level must be 0, got ", level);
+  check_level("kv.get_storage_statistics", level);
   const std::shared_lock lock(state_->mutex);
   std::vector<PoolGroupStatistics> result;
   for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const PoolGroupLayout& shape = state_->layout.groups()[group];
-    const PoolGroupCounts counts = state_->store.counts(group);
-    result.push_back(
-        {group, shape.domain, shape.piece_bytes, counts.total, counts.free, counts.evictable});
+    const PoolGroupCounts counts = state_->store.counts(group, level);
+    result.push_back({.pool_group = group,
+                      .domain = shape.domain,
+                      .slot_sizes = shape.piece_bytes,
+                      .total = counts.total,
+                      .free = counts.free + counts.clean,
+                      .evictable = counts.evictable,
+                      .pending = counts.pending});
   }
   return result;
 }
 
+MigrationStats KVCacheManager::migration_stats() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->migration_stats;
+}
+
 KVCacheStats KVCacheManager::stats() const {
   const std::shared_lock lock(state_->mutex);
-  return state_->stats;
+  KVCacheStats stats = state_->stats;
+  stats.evicted_blocks = static_cast<uint64_t>(state_->migration_stats.dropped_nodes);
+  return stats;
 }
 
 std::vector<KVEvent> KVCacheManager::drain_events(size_t max_events) {
@@ -371,20 +423,23 @@ int64_t KVCacheManager::num_available_blocks() const {
   int64_t least = INT64_MAX;
   for (size_t g = 0; g < state_->slots_per_block.count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
+    if (state_->slots_per_block[group] == 0) continue;
     least = std::min<int64_t>(
         least, state_->store.counts(group).available() / state_->slots_per_block[group]);
   }
-  return least;
+  return least == INT64_MAX ? 0 : least;
 }
 
-int64_t KVCacheManager::num_total_blocks() const noexcept {
+int64_t KVCacheManager::num_total_blocks() const {
+  const std::shared_lock lock(state_->mutex);
   int64_t least = INT64_MAX;
   for (size_t g = 0; g < state_->slots_per_block.count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
-    least =
-        std::min<int64_t>(least, state_->quota.num_slots[group] / state_->slots_per_block[group]);
+    if (state_->slots_per_block[group] == 0) continue;
+    least = std::min<int64_t>(least,
+                              state_->store.counts(group).total / state_->slots_per_block[group]);
   }
-  return least;
+  return least == INT64_MAX ? 0 : least;
 }
 
 std::vector<Digest> KVCacheManager::chain_keys(std::span<const TokenId> tokens,

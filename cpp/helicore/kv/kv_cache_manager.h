@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "helicore/kv/block_key.h"
+#include "helicore/kv/cache_device.h"
 #include "helicore/kv/config.h"
 #include "helicore/kv/event_log.h"
 #include "helicore/kv/kv_cache.h"
@@ -50,8 +51,10 @@ struct CreateOptions {
 // the manager is destroyed is closed and an error is logged.
 class KVCacheManager {
  public:
+  // `device` is what memory and copies come from; by default the one that cache_tiers[0] names.
   // Throws InvalidArgument, NotSupported or OutOfMemory.
-  explicit KVCacheManager(KVCacheManagerConfig config);
+  explicit KVCacheManager(KVCacheManagerConfig config,
+                          std::unique_ptr<CacheDevice> device = nullptr);
   ~KVCacheManager();
   KVCacheManager(const KVCacheManager&) = delete;
   KVCacheManager& operator=(const KVCacheManager&) = delete;
@@ -105,6 +108,9 @@ class KVCacheManager {
 
   [[nodiscard]] std::vector<PoolGroupStatistics> storage_statistics(int level = kHotLevel) const;
   [[nodiscard]] KVCacheStats stats() const;
+  [[nodiscard]] MigrationStats migration_stats() const;
+  [[nodiscard]] int num_levels() const noexcept;
+  [[nodiscard]] CacheTier tier(int level) const;
   // The oldest recorded changes of the tree of reusable blocks, at most `max_events`; they leave
   // the buffer of config.event_buffer_size. When it overflows the oldest events are dropped, which
   // num_dropped_events() and a gap in the ids tell; snapshot_events() sets a listener right.
@@ -117,7 +123,7 @@ class KVCacheManager {
   [[nodiscard]] size_t num_open_caches() const;
   // Blocks that sequences of any length can still get, and the most the pools can ever give.
   [[nodiscard]] int64_t num_available_blocks() const;
-  [[nodiscard]] int64_t num_total_blocks() const noexcept;
+  [[nodiscard]] int64_t num_total_blocks() const;
   // The chain keys of the full blocks of `tokens`, as they would be committed.
   [[nodiscard]] std::vector<Digest> chain_keys(std::span<const TokenId> tokens,
                                                const ReuseScope& scope = {}) const;
@@ -125,6 +131,7 @@ class KVCacheManager {
  private:
   friend struct Introspection;
   void check_open(const char* where) const;
+  void check_level(const char* where, int level) const;
   void check_batch(const char* where, std::span<KVCache* const> caches, size_t num_entries) const;
 
   std::unique_ptr<ManagerState> state_;

@@ -44,7 +44,7 @@ int64_t PoolGroupLayout::slot_bytes() const noexcept {
 }
 
 StorageLayout::StorageLayout(const KVCacheManagerConfig& config, const LifeCycleRegistry& registry)
-    : group_of_(registry.count()) {
+    : group_of_(registry.count()), tokens_per_block_(config.tokens_per_block) {
   std::map<std::pair<CacheDomain, std::vector<int64_t>>, std::vector<SlotDescVariant>> by_key;
   for (size_t i = 0; i < registry.count(); ++i) {
     const LifeCycleId id(static_cast<int32_t>(i));

@@ -82,6 +82,7 @@ class StorageLayout {
     return groups_;
   }
   [[nodiscard]] PoolGroupId group_of(LifeCycleId id) const { return group_of_[id]; }
+  [[nodiscard]] int32_t tokens_per_block() const noexcept { return tokens_per_block_; }
   // Throws InvalidArgument for an unknown layer or role.
   [[nodiscard]] const BufferAttr& buffer(int32_t layer_id, const std::string& role) const;
   [[nodiscard]] const std::map<BufferId, BufferAttr>& buffers() const noexcept { return buffers_; }
@@ -90,6 +91,7 @@ class StorageLayout {
   TypedVec<PoolGroupId, PoolGroupLayout> groups_;
   TypedVec<LifeCycleId, PoolGroupId> group_of_;
   std::map<BufferId, BufferAttr> buffers_;
+  int32_t tokens_per_block_;
 };
 
 // Turns base page indices (slots) into the page indices of one buffer. BAD stays BAD.

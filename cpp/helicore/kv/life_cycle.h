@@ -18,12 +18,23 @@ struct LifeCycle {
   CacheDomain domain = CacheDomain::kTarget;
   std::optional<int32_t> window = std::nullopt;  // tokens; none is full attention
   int32_t num_sink_blocks = 0;                   // ceil(sinks / tokens_per_block)
+  ReusePolicy policy = ReusePolicy::kRequired;   // REQUIRED for SSM
 
   // The blocks [begin, end) that no later step reads once `history_length` tokens are history. A
   // window w keeps tokens [history + 1 - w, history]: the one in flight at `history` attends to w
   // tokens including itself.
   [[nodiscard]] HalfOpenRange<int32_t> stale_range(int32_t history_length,
                                                    int32_t tokens_per_block) const noexcept;
+  // The blocks [begin, end) that a step from `history_length` to `capacity` tokens opens and that
+  // are stale once all but the last `max_rewind_len` of them are history: no later step reads them,
+  // so their layers may share a few slots while the step runs. Empty unless windowed.
+  [[nodiscard]] HalfOpenRange<int32_t> scratch_range(int32_t history_length, int32_t capacity,
+                                                     int32_t max_rewind_len,
+                                                     int32_t tokens_per_block) const noexcept;
+  // The most blocks that one sequence keeps while it grows a token at a time, at any length: sinks
+  // and every block that a window and the token in flight can touch; 1 for recurrent state. None
+  // for full attention, which keeps all.
+  [[nodiscard]] std::optional<int64_t> max_live_blocks(int32_t tokens_per_block) const noexcept;
   [[nodiscard]] bool is_full_attention() const noexcept {
     return kind == LayerType::kAttention && !window;
   }

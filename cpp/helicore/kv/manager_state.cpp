@@ -1,12 +1,17 @@
 #include "helicore/kv/manager_state.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "helicore/core/error.h"
 #include "helicore/kv/introspection.h"
+#include "helicore/kv/kv_cache.h"
 
 namespace helicore::kv {
 namespace {
+
+// How far a level may be resized: addresses that its pools reserve, in times of what they get.
+constexpr int64_t kGrowthLimit = 8;
 
 KVCacheManagerConfig checked(KVCacheManagerConfig config) {
   config.validate();
@@ -14,72 +19,161 @@ KVCacheManagerConfig checked(KVCacheManagerConfig config) {
   return config;
 }
 
+std::unique_ptr<CacheDevice> device_for(const KVCacheManagerConfig& config,
+                                        std::unique_ptr<CacheDevice> given) {
+  if (given == nullptr) {
+    const bool on_gpu = tier_of(config.cache_tiers[0]) == CacheTier::kGpuMem;
+    try {
+      given = make_cache_device({.type = on_gpu ? DeviceType::kCuda : DeviceType::kCpu,
+                                 .index = on_gpu ? config.device_index : 0});
+    } catch (const NotSupported& error) {
+      throw NotSupported(detail::concat("[kv.config] cache_tiers[0]: ", error.what()));
+    }
+  }
+  for (size_t level = 0; level < config.cache_tiers.size(); ++level) {
+    const CacheTier tier = tier_of(config.cache_tiers[level]);
+    if (given->supports(tier, static_cast<int>(level))) continue;
+    throw NotSupported(detail::concat("[kv.config] cache_tiers[", level, "]: ", name_of(tier),
+                                      " is not supported there by the ", name_of(given->type()),
+                                      " back end"));
+  }
+  return given;
+}
+
+GroupSlots slots_of(const QuotaSplit& split) {
+  GroupSlots slots(split.num_slots.count(), 0);
+  for (size_t g = 0; g < slots.count(); ++g) {
+    const PoolGroupId group(static_cast<int32_t>(g));
+    slots[group] = split.num_slots[group];
+  }
+  return slots;
+}
+
+std::vector<LevelState> split_levels(const KVCacheManagerConfig& config,
+                                     const LifeCycleRegistry& registry, const StorageLayout& layout,
+                                     const CacheDevice& device) {
+  std::vector<LevelState> levels;
+  for (const CacheTierConfig& tier : config.cache_tiers) {
+    const int64_t bytes = quota_of(tier);
+    LevelState level{tier_of(tier), device.grain(tier_of(tier), bytes), {}};
+    level.split = levels.empty()
+                      ? split_quota(config, registry, layout, bytes, level.grain)
+                      : split_cold_quota(layout, slots_of(levels[0].split), bytes, level.grain);
+    levels.push_back(std::move(level));
+  }
+  return levels;
+}
+
+// Page indices are 32-bit: how many slots of a group they can address.
+int64_t addressable_slots(const StorageLayout& layout, PoolGroupId group) {
+  int64_t most = INT32_MAX - 1;
+  for (const auto& [id, buffer] : layout.buffers()) {
+    if (buffer.group != group) continue;
+    most = std::min(most, INT32_MAX / (int64_t{buffer.scale} * buffer.expansion));
+  }
+  return most;
+}
+
+std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config, const StorageLayout& layout,
+                                const std::vector<LevelState>& levels) {
+  std::vector<LevelSpec> specs;
+  for (size_t i = 0; i < levels.size(); ++i) {
+    LevelSpec spec{levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}};
+    if (const auto* disk = std::get_if<DiskCacheTierConfig>(&config.cache_tiers[i])) {
+      spec.directory = disk->path;
+    }
+    for (size_t g = 0; g < spec.num_slots.count(); ++g) {
+      const PoolGroupId group(static_cast<int32_t>(g));
+      const int64_t limit = i == 0 ? addressable_slots(layout, group) : INT32_MAX - 1;
+      HELICORE_CHECK(spec.num_slots[group] <= limit, "kv.config", "cache_tiers[", i,
+                     "].quota gives ", spec.num_slots[group], " slots in pool group ", group,
+                     "; 32-bit page indices address ", limit);
+      spec.max_slots[group] =
+          static_cast<int32_t>(std::min(limit, kGrowthLimit * int64_t{spec.num_slots[group]}));
+    }
+    specs.push_back(std::move(spec));
+  }
+  return specs;
+}
+
+bool any_window(const LifeCycleRegistry& registry) {
+  return std::any_of(registry.all().begin(), registry.all().end(),
+                     [](const LifeCycle& lc) { return lc.window.has_value(); });
+}
+
 }  // namespace
 
-ManagerState::ManagerState(KVCacheManagerConfig config_in)
+ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<CacheDevice> device_in)
     : config(checked(std::move(config_in))),
       registry(config),
       layout(config, registry),
-      quota(
-          split_quota(config, registry, layout, quota_of(config.cache_tiers[0]), kHostGrainBytes)),
+      device(device_for(config, std::move(device_in))),
+      ssm(registry.ssm_life_cycle_id()),
+      has_windows(any_window(registry)),
+      max_util_ppm(util_ppm(config.max_util_for_resume)),
       slots_per_block(layout.groups().count(), 0),
       num_life_cycles(registry.count()),
-      store(layout, quota.num_slots),
-      events(config.event_buffer_size, config.tokens_per_block),
-      tree(store, registry.count(), config.tokens_per_block, &events) {
+      levels(split_levels(config, registry, layout, *device)),
+      store(layout, *device, specs_of(config, layout, levels), ssm),
+      events(config.event_buffer_size, config.tokens_per_block, registry.count()),
+      tree(store, registry, config.tokens_per_block, &events),
+      migrator(store, tree, layout, migration_stats) {
   for (size_t i = 0; i < num_life_cycles; ++i) {
+    if (is_ssm(i)) continue;
     ++slots_per_block[layout.group_of(LifeCycleId(static_cast<int32_t>(i)))];
   }
   int32_t largest = 0;
-  for (int32_t slots : quota.num_slots) largest = std::max(largest, slots);
+  for (int32_t slots : levels[0].split.num_slots) largest = std::max(largest, slots);
   tree.reserve_nodes(static_cast<size_t>(largest));
-  for (const auto& [id, buffer] : layout.buffers()) {
-    const int64_t bound = buffer.page_index_upper_bound(quota.num_slots[buffer.group]);
-    HELICORE_CHECK(bound <= INT32_MAX, "kv.config", "cache_tiers[0].quota: layer ", id.layer_id,
-                   ", role '", id.role, "' would need page index ", bound,
-                   "; page indices are 32-bit");
-  }
 }
 
-std::optional<NoRoom> ManagerState::plan(int32_t num_blocks) const noexcept {
-  for (size_t g = 0; g < slots_per_block.count(); ++g) {
-    const PoolGroupId group(static_cast<int32_t>(g));
-    const int64_t needed = int64_t{num_blocks} * slots_per_block[group];
-    const PoolGroupCounts counts = store.counts(group);
-    if (counts.available() < needed) {
-      return NoRoom{.domain = layout.groups()[group].domain,
-                    .pool_group = group,
-                    .needed = needed,
-                    .free = counts.free,
-                    .evictable = counts.evictable};
-    }
-  }
-  return std::nullopt;
-}
-
-void ManagerState::make_room(int32_t num_blocks) {
-  for (size_t g = 0; g < slots_per_block.count(); ++g) {
-    const PoolGroupId group(static_cast<int32_t>(g));
-    const int32_t needed = num_blocks * slots_per_block[group];
-    if (store.counts(group).free >= needed) continue;
-    stats.evicted_blocks += static_cast<uint64_t>(tree.evict_until_free(group, needed));
-  }
+MatchRules ManagerState::match_rules() const noexcept {
+  return {.partial = config.enable_partial_reuse,
+          .backoff_target = config.reuse_match_backoff,
+          .backoff_draft = config.draft_reuse_match_backoff.value_or(config.reuse_match_backoff)};
 }
 
 std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
   if (num_active == 0) return std::nullopt;
   for (size_t g = 0; g < slots_per_block.count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
+    if (slots_per_block[group] == 0) continue;  // recurrent state does not grow
     const PoolGroupCounts counts = store.counts(group);
-    if (counts.unavailable() > config.max_util_for_resume * counts.total) {
-      return NoRoom{.domain = layout.groups()[group].domain,
-                    .pool_group = group,
-                    .free = counts.free,
-                    .evictable = counts.evictable,
-                    .over_utilisation = true};
-    }
+    if (!exceeds_util(counts.unavailable(), counts.total, max_util_ppm)) continue;
+    return NoRoom{.domain = layout.groups()[group].domain,
+                  .pool_group = group,
+                  .free = counts.free,
+                  .evictable = counts.evictable,
+                  .pending = counts.pending,
+                  .over_utilisation = true};
   }
   return std::nullopt;
+}
+
+void ManagerState::begin_operation() {
+  fences.clear();
+  if (has_new_failures()) absorb_failures();
+}
+
+TimePoint ManagerState::fence(StreamHandle stream) {
+  for (const Fence& known : fences) {
+    if (known.stream == stream) return known.point;
+  }
+  const TimePoint point = device->record(stream);
+  fences.push_back({stream, point});
+  return point;
+}
+
+void ManagerState::absorb_failures() {
+  num_failures_seen = device->num_failures();
+  for (uint64_t tag : device->take_failures()) {
+    const PageHandle handle = PageHandle::of_tag(tag);
+    if (!store.pages().is_current(handle)) continue;
+    ++stats.lost_pages;
+    store.set_lost(handle.id);
+    if (store.page(handle.id).node != kNoNode) (void)tree.drop_node(store.page(handle.id).node);
+  }
+  for (KVCache* cache : caches) cache->look_for_lost_pages();
 }
 
 void ManagerState::verify() const {

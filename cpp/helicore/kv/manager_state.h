@@ -1,7 +1,9 @@
-// What a manager and its caches share: the config, the layout, the store, the tree and the lock
-// that guards them. Internal: users include kv_cache_manager.h.
+// Shared state of a manager and its caches. Internal: not part of the embedding API, which is
+// kv_cache_manager.h.
 #pragma once
 
+#include <atomic>
+#include <memory>
 #include <optional>
 #include <shared_mutex>
 #include <vector>
@@ -9,6 +11,7 @@
 #include "helicore/kv/config.h"
 #include "helicore/kv/layout.h"
 #include "helicore/kv/life_cycle.h"
+#include "helicore/kv/migration.h"
 #include "helicore/kv/page_store.h"
 #include "helicore/kv/quota.h"
 #include "helicore/kv/radix_tree.h"
@@ -27,36 +30,74 @@ inline constexpr bool kDebugChecks = true;
 inline constexpr bool kDebugChecks = false;
 #endif
 
+// What was decided about each level at construction, or by the last resize.
+struct LevelState {
+  CacheTier tier = CacheTier::kHostMem;
+  int64_t grain = 0;  // bytes
+  QuotaSplit split;
+};
+
 struct ManagerState {
-  explicit ManagerState(KVCacheManagerConfig config_in);
+  ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<CacheDevice> device_in);
 
   // Construction-time facts, read without the lock.
   const KVCacheManagerConfig config;
   const LifeCycleRegistry registry;
   const StorageLayout layout;
-  const QuotaSplit quota;
-  TypedVec<PoolGroupId, int32_t> slots_per_block;  // life cycles of each group
+  const std::unique_ptr<CacheDevice> device;
+  const std::optional<LifeCycleId> ssm;
+  const bool has_windows;
+  const int64_t max_util_ppm;
+  TypedVec<PoolGroupId, int32_t> slots_per_block;  // attention life cycles of each group
   size_t num_life_cycles = 0;
 
   // Guards everything below: exclusive for changes, shared for probes and statistics.
   mutable std::shared_mutex mutex;
+  std::vector<LevelState> levels;
   PageStore store;
   EventLog events;
   RadixTree tree;
+  MigrationStats migration_stats;
+  Migrator migrator;
   KVCacheStats stats;
   std::vector<KVCache*> caches;  // the open ones; not owned
   KVCacheManager* owner = nullptr;
   int64_t next_id = 0;
   int32_t num_active = 0;
   bool is_shut_down = false;
+  std::atomic<uint64_t> num_failures_seen{0};
   std::vector<NodeId> path_scratch;
+  std::vector<int32_t> need_scratch;  // slots per pool group
+  std::vector<PageId> pages_scratch;
+  std::vector<PageHandle> handles_scratch;
+  struct Fence {
+    StreamHandle stream = 0;
+    TimePoint point;
+  };
+  std::vector<Fence> fences;  // of this operation
 
-  // Why `num_blocks` more blocks don't fit; nullopt when they do. Changes nothing.
-  [[nodiscard]] std::optional<NoRoom> plan(int32_t num_blocks) const noexcept;
-  // Evicts until `num_blocks` blocks are free. Call after plan() said yes.
-  void make_room(int32_t num_blocks);
+  [[nodiscard]] bool is_ssm(size_t life_cycle) const noexcept {
+    return ssm && static_cast<size_t>(ssm->value()) == life_cycle;
+  }
+  [[nodiscard]] const LifeCycle& life_cycle(size_t index) const {
+    return registry[LifeCycleId(static_cast<int32_t>(index))];
+  }
+  [[nodiscard]] size_t group_of(size_t life_cycle) const {
+    return static_cast<size_t>(
+        layout.group_of(LifeCycleId(static_cast<int32_t>(life_cycle))).value());
+  }
+  [[nodiscard]] MatchRules match_rules() const noexcept;
   // The fullest group above max_util_for_resume, when other sequences are active.
   [[nodiscard]] std::optional<NoRoom> utilisation_gate() const noexcept;
+  // First thing with the lock: forgets the fence of the operation before, takes in failed copies.
+  void begin_operation();
+  // The point when the work that `stream` has by now is done; one per stream and operation.
+  [[nodiscard]] TimePoint fence(StreamHandle stream);
+  // Pages whose copies have failed leave the tree; their holders see them as lost.
+  void absorb_failures();
+  [[nodiscard]] bool has_new_failures() const noexcept {
+    return device->num_failures() != num_failures_seen.load(std::memory_order_relaxed);
+  }
   // Runs check_invariants() in builds with HELICORE_DEBUG_CHECKS.
   void verify() const;
 };

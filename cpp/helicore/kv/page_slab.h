@@ -1,4 +1,4 @@
-// The slab of page records: flat, index-based, 40 bytes each. No ownership by pointers: a page
+// The slab of page records: flat, index-based, 44 bytes each. No ownership by pointers: a page
 // lives while its slot is taken, and its state follows from its counters.
 #pragma once
 
@@ -14,8 +14,20 @@ namespace helicore::kv {
 struct PageHandle {
   PageId id = kNoPage;
   uint32_t generation = 0;
+  // The handle as the tag of a copy, and back.
+  [[nodiscard]] uint64_t tag() const noexcept { return uint64_t{generation} << 32 | id.value(); }
+  [[nodiscard]] static PageHandle of_tag(uint64_t tag) noexcept {
+    return {PageId(static_cast<uint32_t>(tag)), static_cast<uint32_t>(tag >> 32)};
+  }
   [[nodiscard]] bool is_null() const noexcept { return id == kNoPage; }
   friend bool operator==(const PageHandle&, const PageHandle&) = default;
+};
+
+// A page that takes the place of one that others see too.
+struct Replacement {
+  int32_t ordinal = 0;  // block; -1: the recurrent state
+  size_t life_cycle = 0;
+  PageHandle fresh{};
 };
 
 struct PageRecord {
@@ -27,14 +39,20 @@ struct PageRecord {
   uint32_t hold_count = 0;  // must not be dropped
   uint32_t lock_count = 0;  // must stay in the hot level; each lock is on top of a hold
   int32_t num_tokens = 0;   // committed tokens in it
+  SlotId copy_slot{kBadPageIndex};  // an equal copy on `copy_level`, colder than `level`
   uint16_t life_cycle = 0;
   uint16_t pool_group = 0;
   uint8_t level = kHotLevel;
+  uint8_t copy_level = 0;
   uint8_t priority = kPriorityDefault;
   bool queued : 1 = false;  // in an eviction queue
   bool in_use : 1 = false;
-  bool forked : 1 = false;  // was shared before it was committed: a holder need not hold what is
-                            // above it in the tree
+  bool forked : 1 = false;   // was shared before it was committed: a holder need not hold what is
+                             // above it in the tree
+  bool marked : 1 = false;   // by the plan in the making
+  bool to_copy : 1 = false;  // the plan moves it to its copy, which must stay
+  bool useless : 1 = false;  // a window page that can't be part of a match any more: goes first
+  bool lost : 1 = false;     // a copy of it failed: its bytes are not to be used
 
   [[nodiscard]] PageStatus status() const noexcept {
     if (lock_count > 0) return PageStatus::kLocked;
@@ -43,8 +61,7 @@ struct PageRecord {
 };
 static_assert(sizeof(PageRecord) <= 48, "budget of a page record");
 
-// Records live at stable addresses: the storage for `capacity` records is reserved once and touched
-// when first used.
+// Storage for `capacity` records is reserved in advance and touched when first used.
 class PageSlab {
  public:
   explicit PageSlab(size_t capacity) { records_.reserve(capacity); }
@@ -67,6 +84,8 @@ class PageSlab {
   [[nodiscard]] PageHandle handle(PageId id) const noexcept {
     return {id, records_[id.value()].generation};
   }
+  // Room for `capacity` records; records may move.
+  void reserve(size_t capacity) { records_.reserve(capacity); }
   [[nodiscard]] size_t num_records() const noexcept { return records_.size(); }
   [[nodiscard]] size_t num_in_use() const noexcept { return num_in_use_; }
 

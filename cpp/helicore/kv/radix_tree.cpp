@@ -36,12 +36,20 @@ int32_t common_prefix(const TokenId* a, const TokenId* b, int32_t count) noexcep
 
 }  // namespace
 
-RadixTree::RadixTree(PageStore& store, size_t num_life_cycles, int32_t tokens_per_block,
+RadixTree::RadixTree(PageStore& store, const LifeCycleRegistry& registry, int32_t tokens_per_block,
                      EventLog* events)
     : store_(store),
       events_(events != nullptr && events->is_enabled() ? events : nullptr),
-      num_life_cycles_(num_life_cycles),
-      tokens_per_block_(static_cast<size_t>(tokens_per_block)) {}
+      life_cycles_(registry.all()),
+      constraints_(registry, tokens_per_block),
+      num_life_cycles_(registry.count()),
+      tokens_per_block_(static_cast<size_t>(tokens_per_block)) {
+  for (const LifeCycle& lc : life_cycles_) {
+    int32_t end = lc.window ? lc.num_sink_blocks : INT32_MAX;
+    if (lc.policy != ReusePolicy::kRequired || lc.kind == LayerType::kSsm) end = 0;
+    backbone_end_.push_back(end);
+  }
+}
 
 std::span<const TokenId> RadixTree::tokens(NodeId id) const noexcept {
   return {tokens_.data() + id.value() * tokens_per_block_,
@@ -77,8 +85,30 @@ NodeId RadixTree::find_or_create_root(const ReuseScope& scope) {
   return id;
 }
 
-int32_t RadixTree::match(NodeId root, std::span<const TokenId> tokens, bool partial,
-                         std::vector<NodeId>* path) const {
+PrefixMatch RadixTree::match(NodeId root, std::span<const TokenId> tokens, const MatchRules& rules,
+                             std::vector<NodeId>* path) const {
+  const bool is_cut = !constraints_.only_full_attention() || num_gaps_ > 0;
+  std::vector<NodeId> own;
+  if (path == nullptr && is_cut) path = &own;
+  if (path != nullptr) path->clear();
+  PrefixMatch match;
+  match.num_tokens_lookup = static_cast<int32_t>(tokens.size());
+  match.num_tokens_raw = static_cast<int32_t>(walk(root, tokens, rules.partial, path));
+  if (is_cut) {
+    const MatchedBlocks blocks{store_, pages_.data(), num_life_cycles_, *path};
+    constraints_.apply(blocks, rules, num_gaps_ > 0, match);
+  } else {
+    constraints_.apply_backoff(rules, match);
+  }
+  if (path != nullptr) {
+    const int32_t num_blocks = ceil_div(match.num_tokens, static_cast<int32_t>(tokens_per_block_));
+    path->resize(static_cast<size_t>(num_blocks));
+  }
+  return match;
+}
+
+size_t RadixTree::walk(NodeId root, std::span<const TokenId> tokens, bool partial,
+                       std::vector<NodeId>* path) const {
   if (root == kNoNode) return 0;
   const size_t block = tokens_per_block_;
   size_t matched = 0;
@@ -107,7 +137,7 @@ int32_t RadixTree::match(NodeId root, std::span<const TokenId> tokens, bool part
     if (path != nullptr) path->push_back(next);
     current = next;
   }
-  return static_cast<int32_t>(matched);
+  return matched;
 }
 
 void RadixTree::reserve_nodes(size_t count) {
@@ -134,6 +164,8 @@ NodeId RadixTree::allocate_node() noexcept {
     free_head_ = nodes_[id.value()].right;
     --num_free_records_;
     nodes_[id.value()] = NodeRecord{};
+    std::fill_n(pages_.begin() + static_cast<std::ptrdiff_t>(id.value() * num_life_cycles_),
+                num_life_cycles_, kNoPage);
   }
   nodes_[id.value()].in_use = true;
   return id;
@@ -150,6 +182,28 @@ InsertResult RadixTree::insert(NodeId parent, std::span<const TokenId> tokens,
   const Search found = search(parent, tokens);
   if (found.exact != kNoNode) return {InsertOutcome::kExisting, found.exact};
   if (found.longer != kNoNode) return {InsertOutcome::kCovered, found.longer};
+  const NodeId id = add_node(parent, tokens);
+  NodeRecord& node = nodes_[id.value()];
+  bool is_complete = true;
+  for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+    PageHandle page = pages[static_cast<size_t>(lc.value())];
+    int32_t num_tokens = node.num_tokens;
+    if (page.is_null() || life_cycles_[lc].policy == ReusePolicy::kPrivate) {
+      is_complete = false;
+      if (found.shorter == kNoNode || coverage(found.shorter, lc) == 0) continue;
+      page = store_.pages().handle(page_of(found.shorter, lc));
+      num_tokens = store_.page(page.id).num_tokens;
+    }
+    show(id, lc, page, num_tokens);
+    node.priority = std::max(node.priority, store_.page(page.id).priority);
+  }
+  if (!is_complete) update_gap(id);
+  tell_stored(id);
+  if (found.shorter != kNoNode) remove_leaf(found.shorter);
+  return {InsertOutcome::kInserted, id};
+}
+
+NodeId RadixTree::add_node(NodeId parent, std::span<const TokenId> tokens) noexcept {
   const NodeId id = allocate_node();
   NodeRecord& node = nodes_[id.value()];
   node.parent = parent;
@@ -159,24 +213,86 @@ InsertResult RadixTree::insert(NodeId parent, std::span<const TokenId> tokens,
   std::copy(tokens.begin(), tokens.end(),
             tokens_.begin() + static_cast<std::ptrdiff_t>(id.value() * tokens_per_block_));
   keys_[id.value()] = block_key(keys_[parent.value()], tokens);
-  for (size_t i = 0; i < pages.size(); ++i) {
-    pages_[id.value() * num_life_cycles_ + i] = pages[i].id;
-    store_.publish(pages[i], id, node.num_tokens);
-  }
   ++num_nodes_;
   link_child(parent, id);
-  if (events_ != nullptr) {
-    events_->stored(keys_[id.value()], keys_[parent.value()], node.ordinal,
-                    store_.page(pages[0].id).priority, tokens);
-  }
-  if (found.shorter != kNoNode) remove_leaf(found.shorter);
-  return {InsertOutcome::kInserted, id};
+  return id;
 }
 
-void RadixTree::hold(NodeId node, uint8_t priority) noexcept {
-  const bool rises = store_.page(pages(node)[0]).priority < priority;
-  for (PageId page : pages(node)) store_.hold(page, priority);
-  if (rises && events_ != nullptr) events_->updated(keys_[node.value()], priority);
+bool RadixTree::attach(NodeId node, LifeCycleId life_cycle, PageHandle page, int32_t num_tokens) {
+  if (page.is_null() || life_cycles_[life_cycle].policy == ReusePolicy::kPrivate) return false;
+  HELICORE_ASSERT(num_tokens > 0 && num_tokens <= nodes_[node.value()].num_tokens, "kv.radix_tree",
+                  "a page of node ", node, " can't cover ", num_tokens, " tokens");
+  const NodeId shown = store_.page(page.id).node;
+  if (shown != kNoNode && shown != node) return false;
+  if (coverage(node, life_cycle) >= num_tokens) return false;
+  if (shown != node) hide(node, life_cycle);
+  show(node, life_cycle, page, num_tokens);
+  update_gap(node);
+  if (events_ != nullptr) events_->page_stored(keys_[node.value()], life_cycle, num_tokens);
+  priority_raised(node, store_.page(page.id).priority);
+  return true;
+}
+
+void RadixTree::show(NodeId node, LifeCycleId life_cycle, PageHandle page,
+                     int32_t num_tokens) noexcept {
+  pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = page.id;
+  store_.publish(page, node, num_tokens);
+}
+
+void RadixTree::hide(NodeId node, LifeCycleId life_cycle) {
+  PageId& place = pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())];
+  const PageId page = std::exchange(place, kNoPage);
+  // A block that replaces this one may show the page by now.
+  if (page != kNoPage && store_.page(page).node == node) store_.detach(page);
+}
+
+int32_t RadixTree::coverage(NodeId node, LifeCycleId life_cycle) const noexcept {
+  const PageId page = page_of(node, life_cycle);
+  return page == kNoPage ? 0 : store_.page(page).num_tokens;
+}
+
+void RadixTree::update_gap(NodeId node) noexcept {
+  NodeRecord& record = nodes_[node.value()];
+  bool has_gap = false;
+  for (LifeCycleId lc : constraints_.full_attention()) {
+    has_gap = has_gap || coverage(node, lc) < record.num_tokens;
+  }
+  num_gaps_ += (has_gap ? 1u : 0u) - (record.has_gap ? 1u : 0u);
+  record.has_gap = has_gap;
+}
+
+void RadixTree::tell_stored(NodeId node) noexcept {
+  if (events_ == nullptr) return;
+  const NodeRecord& record = nodes_[node.value()];
+  const Digest& key = keys_[node.value()];
+  events_->stored(key, keys_[record.parent.value()], record.ordinal, record.priority, tokens(node));
+  for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+    if (is_whole(node, lc)) events_->add_life_cycle(lc);
+  }
+  for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+    const int32_t covered = coverage(node, lc);
+    if (covered > 0 && !is_whole(node, lc)) events_->page_stored(key, lc, covered);
+  }
+}
+
+bool RadixTree::is_whole(NodeId node, LifeCycleId life_cycle) const noexcept {
+  return life_cycles_[life_cycle].kind == LayerType::kAttention &&
+         coverage(node, life_cycle) == nodes_[node.value()].num_tokens;
+}
+
+void RadixTree::priority_raised(NodeId node, uint8_t priority) noexcept {
+  NodeRecord& record = nodes_[node.value()];
+  if (record.priority >= priority) return;
+  record.priority = priority;
+  if (events_ != nullptr) events_->updated(keys_[node.value()], priority);
+}
+
+void RadixTree::path_to(NodeId node, std::vector<NodeId>* path) const {
+  path->resize(static_cast<size_t>(nodes_[node.value()].ordinal + 1));
+  for (auto it = path->rbegin(); it != path->rend(); ++it) {
+    *it = node;
+    node = nodes_[node.value()].parent;
+  }
 }
 
 std::vector<KVEvent> RadixTree::snapshot() const {
@@ -199,20 +315,130 @@ void RadixTree::add_children(NodeId parent, uint64_t id, std::vector<KVEvent>& e
     if (node == kNoNode) continue;
     const NodeRecord& record = nodes_[node.value()];
     const auto own = tokens(node);
-    events.push_back({.id = id,
-                      .kind = EventKind::kStored,
-                      .key = keys_[node.value()],
-                      .parent_key = keys_[record.parent.value()],
-                      .ordinal = record.ordinal,
-                      .priority = store_.page(pages(node)[0]).priority,
-                      .tokens = {own.begin(), own.end()}});
+    KVEvent& stored = events.emplace_back(KVEvent{.id = id,
+                                                  .kind = EventKind::kStored,
+                                                  .key = keys_[node.value()],
+                                                  .parent_key = keys_[record.parent.value()],
+                                                  .ordinal = record.ordinal,
+                                                  .priority = record.priority,
+                                                  .tokens = {own.begin(), own.end()}});
+    for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+      if (is_whole(node, lc)) stored.life_cycles.push_back(lc.value());
+    }
+    for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+      const int32_t covered = coverage(node, lc);
+      if (covered == 0 || is_whole(node, lc)) continue;
+      events.push_back({.id = id,
+                        .kind = EventKind::kStored,
+                        .key = keys_[node.value()],
+                        .life_cycle = lc.value(),
+                        .num_tokens = covered});
+    }
     open.insert(open.end(), {record.right, record.left, record.child_root});
   }
 }
 
 void RadixTree::unpin(NodeId node) {
   --nodes_[node.value()].num_pins;
+  prune(node);
+}
+
+bool RadixTree::is_removable(NodeId node) const noexcept {
+  const NodeRecord& record = nodes_[node.value()];
+  if (record.child_root != kNoNode || record.num_pins > 0) return false;
+  const auto shown = pages(node);
+  return std::all_of(shown.begin(), shown.end(), [](PageId page) { return page == kNoPage; });
+}
+
+int64_t RadixTree::prune(NodeId node) {
+  int64_t removed = 0;
+  while (nodes_[node.value()].parent != kNoNode && is_removable(node)) {
+    const NodeId parent = nodes_[node.value()].parent;
+    remove_leaf(node);
+    ++removed;
+    node = parent;
+  }
   if (nodes_[node.value()].parent == kNoNode) erase_root_if_unused(node);
+  return removed;
+}
+
+bool RadixTree::is_backbone(NodeId node, LifeCycleId life_cycle) const noexcept {
+  return nodes_[node.value()].ordinal < backbone_end_[life_cycle];
+}
+
+int64_t RadixTree::drop(PageId page) {
+  const NodeId node = store_.page(page).node;
+  const LifeCycleId lc(store_.page(page).life_cycle);
+  if (is_backbone(node, lc)) return drop_node(node);
+  hide(node, lc);
+  if (is_removable(node)) return prune(node);
+  if (events_ != nullptr) events_->page_removed(keys_[node.value()], lc);
+  return 0;
+}
+
+int64_t RadixTree::drop_node(NodeId node) {
+  const NodeRecord& record = nodes_[node.value()];
+  const NodeId parent = record.parent;
+  int64_t removed = 1;
+  if (record.child_root == kNoNode && record.num_pins == 0) {
+    remove_leaf(node);
+  } else {
+    removed = remove_subtree(node);
+  }
+  if (nodes_[parent.value()].child_root == kNoNode) removed += prune(parent);
+  return removed;
+}
+
+int64_t RadixTree::remove_subtree(NodeId node) {
+  int64_t removed = 0;
+  NodeId current = first_in_subtree(node);
+  for (bool is_last = false; !is_last;) {
+    is_last = current == node;
+    NodeId next = kNoNode;
+    if (!is_last) {
+      const NodeId sibling = next_sibling(current);
+      next = sibling == kNoNode ? nodes_[current.value()].parent : first_in_subtree(sibling);
+    }
+    if (nodes_[current.value()].child_root == kNoNode && nodes_[current.value()].num_pins == 0) {
+      remove_leaf(current);
+      ++removed;
+    } else {
+      hide_all(current);
+    }
+    current = next;
+  }
+  return removed;
+}
+
+void RadixTree::hide_all(NodeId node) {
+  for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
+    if (coverage(node, lc) == 0) continue;
+    hide(node, lc);
+    if (events_ != nullptr) events_->page_removed(keys_[node.value()], lc);
+  }
+  update_gap(node);
+}
+
+NodeId RadixTree::first_in_subtree(NodeId node) const noexcept {
+  for (NodeId child = nodes_[node.value()].child_root; child != kNoNode;
+       child = nodes_[node.value()].child_root) {
+    node = child;
+    while (nodes_[node.value()].left != kNoNode) node = nodes_[node.value()].left;
+  }
+  return node;
+}
+
+NodeId RadixTree::next_sibling(NodeId node) const noexcept {
+  NodeId next = kNoNode;
+  for (NodeId id = nodes_[nodes_[node.value()].parent.value()].child_root; id != kNoNode;) {
+    if (is_before(node, id)) {
+      next = id;
+      id = nodes_[id.value()].left;
+    } else {
+      id = nodes_[id.value()].right;
+    }
+  }
+  return next;
 }
 
 int64_t RadixTree::evict_until_free(PoolGroupId group, int32_t num_free) {
@@ -221,25 +447,18 @@ int64_t RadixTree::evict_until_free(PoolGroupId group, int32_t num_free) {
     const PageId victim = store_.queue(group).front();
     HELICORE_ASSERT(victim != kNoPage, "kv.radix_tree", "nothing left to evict in pool group ",
                     group);
-    const NodeId node = store_.page(victim).node;
-    // Below an evictable node everything is evictable and older, so the front is a leaf, except
-    // where forks held blocks that they had not committed: then the whole subtree goes.
-    NodeId leaf = kNoNode;
-    do {
-      leaf = node;
-      while (nodes_[leaf.value()].child_root != kNoNode) leaf = nodes_[leaf.value()].child_root;
-      remove_leaf(leaf);
-      ++removed;
-    } while (leaf != node);
+    removed += drop(victim);
   }
   return removed;
 }
 
 int64_t RadixTree::evict_all() {
   int64_t removed = 0;
-  for (size_t g = 0; g < store_.num_groups(); ++g) {
-    const PoolGroupId group(static_cast<int32_t>(g));
-    removed += evict_until_free(group, store_.counts(group).available());
+  for (int level = 0; level < store_.num_levels(); ++level) {
+    for (size_t g = 0; g < store_.num_groups(); ++g) {
+      const EvictionQueue& queue = store_.queue(PoolGroupId(static_cast<int32_t>(g)), level);
+      while (queue.count() > 0) removed += drop(queue.front());
+    }
   }
   return removed;
 }
@@ -348,17 +567,16 @@ void RadixTree::unlink_child(NodeId child) noexcept {
 }
 
 void RadixTree::remove_leaf(NodeId id) {
-  const NodeId parent = nodes_[id.value()].parent;
   HELICORE_ASSERT(nodes_[id.value()].child_root == kNoNode && nodes_[id.value()].num_pins == 0,
                   "kv.radix_tree", "node ", id, " is still in use");
   unlink_child(id);
   for (PageId page : pages(id)) {
-    if (store_.page(page).node == id) store_.detach(page);  // else a longer block shows it now
+    if (page != kNoPage && store_.page(page).node == id) store_.detach(page);
   }
   if (events_ != nullptr) events_->removed(keys_[id.value()]);
+  num_gaps_ -= nodes_[id.value()].has_gap ? 1 : 0;
   free_node(id);
   --num_nodes_;
-  if (nodes_[parent.value()].parent == kNoNode) erase_root_if_unused(parent);
 }
 
 void RadixTree::erase_root_if_unused(NodeId id) {

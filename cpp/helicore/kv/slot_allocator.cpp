@@ -1,30 +1,66 @@
 #include "helicore/kv/slot_allocator.h"
 
+#include <algorithm>
+
 #include "helicore/core/error.h"
 
 namespace helicore::kv {
 
-SlotAllocator::SlotAllocator(int32_t capacity)
-    : capacity_(capacity),
-      ring_(static_cast<size_t>(capacity)),
-      in_use_((static_cast<size_t>(capacity) + 63) / 64) {
+SlotAllocator::SlotAllocator(int32_t capacity) : capacity_(0), limit_(0) {
   HELICORE_CHECK(capacity >= 0, "kv.slot_allocator", "capacity must be >= 0, got ", capacity);
+  grow(capacity);
+}
+
+void SlotAllocator::grow(int32_t capacity) {
+  HELICORE_CHECK(capacity >= capacity_, "kv.slot_allocator", "capacity must be >= ", capacity_,
+                 ", got ", capacity);
+  const auto count = static_cast<size_t>(capacity);
+  next_.reserve(count);
+  after_.reserve(count);
+  in_use_.reserve((count + 63) / 64);
+  next_.resize(count, -1);
+  after_.resize(count);
+  in_use_.resize((count + 63) / 64);
+  // Retired ids come back.
+  for (int32_t slot = limit_; slot < high_water_; ++slot) {
+    if (!in_use(SlotId(slot))) push(in_flight_, slot);
+  }
+  capacity_ = limit_ = capacity;
+}
+
+void SlotAllocator::push(List& list, int32_t slot) noexcept {
+  next_[static_cast<size_t>(slot)] = -1;
+  if (list.tail < 0) {
+    list.head = slot;
+  } else {
+    next_[static_cast<size_t>(list.tail)] = slot;
+  }
+  list.tail = slot;
+  ++list.count;
+}
+
+int32_t SlotAllocator::pop(List& list) noexcept {
+  const int32_t slot = list.head;
+  list.head = next_[static_cast<size_t>(slot)];
+  if (list.head < 0) list.tail = -1;
+  --list.count;
+  return slot;
 }
 
 SlotId SlotAllocator::allocate() noexcept {
   SlotId slot(high_water_);
-  if (num_recycled_ > 0) {
-    slot = SlotId(ring_[static_cast<size_t>(head_)]);
-    head_ = head_ + 1 == capacity_ ? 0 : head_ + 1;
-    --num_recycled_;
-  } else {
+  if (ready_.count > 0) {
+    slot = SlotId(pop(ready_));
+  } else if (num_untouched() > 0) {
     ++high_water_;
+  } else {
+    slot = SlotId(pop(in_flight_));
   }
   in_use_[word(slot)] |= uint64_t{1} << bit(slot);
   return slot;
 }
 
-void SlotAllocator::release(SlotId slot) {
+void SlotAllocator::release(SlotId slot, TimePoint after, const CacheDevice& device) {
   if (slot.value() < 0 || slot.value() >= capacity_ || !in_use(slot)) [[unlikely]] {
     ++num_double_releases_;
 #ifdef HELICORE_DEBUG_CHECKS
@@ -33,10 +69,58 @@ void SlotAllocator::release(SlotId slot) {
     return;
   }
   in_use_[word(slot)] &= ~(uint64_t{1} << bit(slot));
-  int64_t tail = static_cast<int64_t>(head_) + num_recycled_;
-  if (tail >= capacity_) tail -= capacity_;
-  ring_[static_cast<size_t>(tail)] = slot.value();
-  ++num_recycled_;
+  const bool ready = after.is_none() || device.reached(after);
+  after_[static_cast<size_t>(slot.value())] = ready ? TimePoint() : after;
+  if (slot.value() >= limit_) return;  // retired
+  push(ready ? ready_ : device.is_waitable(after) ? in_flight_ : parked_, slot.value());
+}
+
+void SlotAllocator::settle(const CacheDevice& device) noexcept {
+  if (in_flight_.count > 0) settle(in_flight_, device);
+  if (parked_.count > 0) settle(parked_, device);
+}
+
+void SlotAllocator::settle(List& list, const CacheDevice& device) noexcept {
+  while (list.count > 0) {
+    TimePoint& after = after_[static_cast<size_t>(list.head)];
+    if (!after.is_none() && !device.reached(after)) return;
+    after = TimePoint();
+    push(ready_, pop(list));
+  }
+}
+
+void SlotAllocator::set_limit(int32_t limit) noexcept {
+  limit_ = std::clamp(limit, 0, capacity_);
+  retire_from(ready_);
+  retire_from(in_flight_);
+  retire_from(parked_);
+}
+
+void SlotAllocator::retire_from(List& list) noexcept {
+  for (int32_t left = list.count; left > 0; --left) {
+    const int32_t slot = pop(list);
+    if (slot < limit_) push(list, slot);
+  }
+}
+
+bool SlotAllocator::is_tail_free(const CacheDevice& device) const noexcept {
+  for (int32_t slot = limit_; slot < high_water_; ++slot) {
+    if (in_use(SlotId(slot))) return false;
+    const TimePoint point = after_[static_cast<size_t>(slot)];
+    if (!point.is_none() && !device.reached(point)) return false;
+  }
+  return true;
+}
+
+void SlotAllocator::trim() {
+  for (int32_t slot = limit_; slot < high_water_; ++slot) {
+    HELICORE_ASSERT(!in_use(SlotId(slot)), "kv.slot_allocator", "slot ", slot, " is in use");
+  }
+  capacity_ = limit_;
+  high_water_ = std::min(high_water_, limit_);
+  next_.resize(static_cast<size_t>(capacity_));
+  after_.resize(static_cast<size_t>(capacity_));
+  in_use_.resize((static_cast<size_t>(capacity_) + 63) / 64);
 }
 
 }  // namespace helicore::kv

@@ -32,6 +32,18 @@ std::string_view name_of(CacheStatus status) noexcept {
   return "unknown";
 }
 
+std::string_view name_of(ReusePolicy policy) noexcept {
+  switch (policy) {
+    case ReusePolicy::kRequired:
+      return "REQUIRED";
+    case ReusePolicy::kPrivate:
+      return "PRIVATE";
+    case ReusePolicy::kOptional:
+      return "OPTIONAL";
+  }
+  return "unknown";
+}
+
 void ReuseScope::validate() const {
   HELICORE_CHECK(!lora_id || *lora_id >= 0, "kv.ReuseScope", "lora_id must be >= 0, got ",
                  *lora_id);
@@ -44,8 +56,9 @@ void ReuseScope::validate() const {
 std::string describe(const NoRoom& reason) {
   return detail::concat("no room in pool group ", reason.pool_group, " (", name_of(reason.domain),
                         ", level ", reason.level, "): needed ", reason.needed, " slots, ",
-                        reason.free, " free and ", reason.evictable, " evictable",
-                        reason.over_utilisation ? ", above max_util_for_resume" : "");
+                        reason.free, " free, ", reason.evictable, " evictable and ", reason.pending,
+                        " pending", reason.over_utilisation ? ", above max_util_for_resume" : "",
+                        reason.data_lost ? "; pages of the cache are lost, close it" : "");
 }
 
 }  // namespace helicore::kv

@@ -42,6 +42,10 @@ inline constexpr int kPriorityDefault = 35;
 enum class CacheTier : uint8_t { kGpuMem = 0, kHostMem = 1, kDisk = 2 };
 // Draft models keep their pages apart: pool groups are never shared between domains.
 enum class CacheDomain : uint8_t { kTarget = 0, kDraft = 1 };
+// Whether pages are reused by later sequences. REQUIRED pages are shown, and a prefix is only as
+// long as every required life cycle can serve; OPTIONAL ones are shown but shorten nothing; PRIVATE
+// ones are never shown.
+enum class ReusePolicy : uint8_t { kRequired = 0, kPrivate = 1, kOptional = 2 };
 enum class LayerType : uint8_t { kAttention = 0, kSsm = 1 };
 enum class PageStatus : uint8_t { kLocked = 0, kHeld = 1, kDroppable = 2 };
 enum class PageIndexMode : uint8_t { kShared = 0, kPerLayer = 1 };
@@ -51,6 +55,7 @@ enum class CommitState : uint8_t { kAllowed = 0, kVirtualStop = 1, kUserStop = 2
 [[nodiscard]] std::string_view name_of(CacheTier tier) noexcept;
 [[nodiscard]] std::string_view name_of(CacheDomain domain) noexcept;
 [[nodiscard]] std::string_view name_of(CacheStatus status) noexcept;
+[[nodiscard]] std::string_view name_of(ReusePolicy policy) noexcept;
 
 // Namespace of prefix matching. Two requests share pages only when every field is equal: "X" as a
 // salt is not adapter X, an empty salt is not the absence of one, and a reloaded adapter (next
@@ -73,7 +78,9 @@ struct NoRoom {
   int64_t needed = 0;             // slots that the call needed
   int64_t free = 0;               // slots that nobody used
   int64_t evictable = 0;          // slots that eviction could have freed
+  int64_t pending = 0;            // slots that become free when a step of the caller's is done
   bool over_utilisation = false;  // refused by max_util_for_resume rather than by the count
+  bool data_lost = false;         // a page could not be read back: the cache can only be closed
   friend bool operator==(const NoRoom&, const NoRoom&) = default;
 };
 

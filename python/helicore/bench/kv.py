@@ -1,128 +1,179 @@
-"""`helicore bench kv`: host cost of the KV cache manager's calls through Python, without a model.
+"""`helicore bench kv`: host cost of the KV cache manager beside other managers, without a model.
 
-No peer runs in the same process: other managers come as whole serving systems.
+Every side is a process of its own on the same core, and rounds take turns; the method is described
+in docs/design/kv-cache-bench.md. A figure of a peer is from the same run or it is not there.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+from helicore.bench import environment, kv_cpp, kv_disk
+from helicore.bench.kv_rows import CPP, DISK, PYTHON, SPECS, Figure, KVRow, RowSpec, make_row
+from helicore.bench.kv_sides import FRESH_PROCESS, OURS, PEERS, Side, SideFailed
+from helicore.bench.kv_sides import measure as measure_sides
+from helicore.bench.kv_workload import Workload
+from helicore.bench.report import Report
 
-from helicore import kv
-from helicore.bench import environment
-from helicore.bench.report import Report, Result
-
-_ROW_BYTES = 1152
-_VOCABULARY = 128_000
+_OURS_MODULE = "helicore.bench.kv_ours"
 
 
 @dataclass(frozen=True, slots=True)
 class KVBenchConfig:
-    """block_size: tokens per page; context: mean tokens per sequence of the decode rows."""
+    """peers: folder that benchmarks/peers/install.py filled; cpp_bench: the binary kv_bench.
 
-    block_size: int = 64
-    context: int = 2048
+    disk: a folder on the disk to measure; rows: names, empty for all; disk_bytes: written a round.
+    """
+
     rounds: int = 5
-    steps: int = 200
+    peers: Path | None = None
+    cpp_bench: Path | None = None
+    disk: Path | None = None
+    rows: tuple[str, ...] = ()
+    work: Workload = field(default_factory=Workload)
+    disk_bytes: int = 1 << 30
 
 
 def run(config: KVBenchConfig, progress: Callable[[str], None] = lambda text: None) -> Report:
-    """Microseconds per call: decode step at batch 64 and 256, match, commit, open and close."""
-    results = []
-    for batch in (64, 256):
-        progress(f"decode step at batch {batch}")
-        results.append(_us(f"decode_step_b{batch}", _decode_step(config, batch)))
-    for length in (2_000, 10_000, 100_000):
-        progress(f"match of a prompt of {length} tokens")
-        results.append(_us(f"match_{length // 1000}k", _match(config, length)))
-    progress("commit")
-    results.append(_us("commit_64_blocks", _commit(config, 64 * config.block_size)))
-    env = environment.collect() | {"block_size": config.block_size}
-    return Report("kv", results, env)
+    """Raises ValueError for a row that is not there; what can't be measured is said in its row."""
+    specs = _chosen(config.rows)
+    env = environment.collect()
+    notes: list[str] = []
+    rows: dict[str, KVRow] = {}
+    with contextlib.ExitStack() as stack:
+        sides, missing = _start(config, stack, progress)
+        env["peers"] = _describe(sides, missing)
+        for spec in specs:
+            if spec.source == PYTHON:
+                progress(spec.name)
+                figures = measure_sides(sides, spec.name, config.work, config.rounds, notes.append)
+                rows[spec.name] = _python_row(spec, figures, missing, notes)
+    rows |= _cpp_rows(config, [s for s in specs if s.source == CPP], progress)
+    rows |= _disk_rows(config, [s for s in specs if s.source == DISK], progress)
+    env |= {
+        "work": asdict(config.work),
+        "rounds": config.rounds,
+        "clock": "processor time of the calling thread; disk rows: wall time",
+        "core": max(os.sched_getaffinity(0)),
+        "load_average_end": round(os.getloadavg()[0], 1),
+        "notes": notes,
+    }
+    return Report("kv", [rows[spec.name] for spec in specs], env)
 
 
-def _us(name: str, seconds: float) -> Result:
-    return Result(name, seconds * 1e6, "us", higher_is_better=False)
+def missed(report: Report) -> list[str]:
+    """One line for each row that has a required bound and does not hold it."""
+    return [
+        f"{row.name}: {row.value:.4g} {row.unit}, required {row.spec.required:g}"
+        for row in report.results
+        if isinstance(row, KVRow) and row.passed is False
+    ]
 
 
-def _manager(config: KVBenchConfig, num_tokens: int) -> kv.KVCacheManager:
-    """One latent layer with room for `num_tokens` in whole blocks, and some to spare."""
-    block_bytes = config.block_size * _ROW_BYTES
-    num_blocks = -(-num_tokens // config.block_size) + 64
-    return kv.KVCacheManager(
-        kv.KVCacheManagerConfig(
-            tokens_per_block=config.block_size,
-            cache_tiers=[kv.HostCacheTierConfig(num_blocks * block_bytes)],
-            layers=[kv.AttentionLayerConfig(0, [kv.BufferConfig("latent", block_bytes)])],
-            max_util_for_resume=1.0,
+def _chosen(names: Sequence[str]) -> list[RowSpec]:
+    known = [spec.name for spec in SPECS]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--row must be one of {', '.join(known)}, got {name!r}")
+    return [spec for spec in SPECS if not names or spec.name in names]
+
+
+def _start(
+    config: KVBenchConfig, stack: contextlib.ExitStack, progress: Callable[[str], None]
+) -> tuple[list[Side], dict[str, dict[str, Any]]]:
+    """The sides that run, and for each peer that does not, why."""
+    sides = [stack.enter_context(Side(OURS, _OURS_MODULE))]
+    missing: dict[str, dict[str, Any]] = {}
+    folder = config.peers.resolve() if config.peers is not None else None
+    for peer in PEERS:
+        install = peer.install_command(str(config.peers or ".venv-peers"))
+        if folder is None or not (folder / peer.name).is_dir():
+            missing[peer.name] = {"status": "not installed", "install": install}
+            continue
+        progress(f"starting {peer.name}")
+        try:
+            side = Side(peer.name, peer.module, [folder / peer.name, folder / "site"])
+        except SideFailed as error:
+            missing[peer.name] = {"status": f"failed to start: {error}", "install": install}
+        else:
+            sides.append(stack.enter_context(side))
+    return sides, missing
+
+
+def _describe(sides: Sequence[Side], missing: Mapping[str, Any]) -> dict[str, Any]:
+    measured = {peer.name: peer.measured for peer in PEERS}
+    running = {
+        side.name: {"status": "measured", "version": side.version, "what": measured[side.name]}
+        for side in sides
+        if side.name in measured
+    }
+    return {**running, **missing}
+
+
+def _python_row(
+    spec: RowSpec,
+    figures: Mapping[str, list[float]],
+    missing: Mapping[str, dict[str, Any]],
+    notes: Sequence[str],
+) -> KVRow:
+    peers: dict[str, Figure | Mapping[str, Any]] = {}
+    for peer in PEERS:
+        if peer.name in missing:
+            peers[peer.name] = missing[peer.name]
+        elif peer.name in figures:
+            peers[peer.name] = Figure.of(figures[peer.name], spec.scale)
+        else:
+            peers[peer.name] = {"status": "failed, see env.notes"}
+    ours = Figure.of(figures[OURS], spec.scale) if OURS in figures else None
+    status = "measured" if ours is not None else "failed: " + "; ".join(notes[-1:])
+    rounds = 1 if spec.name in FRESH_PROCESS else len(figures.get(OURS, ()))
+    return make_row(spec, ours, peers, status, {"rounds": rounds})
+
+
+def _cpp_rows(
+    config: KVBenchConfig, specs: Sequence[RowSpec], progress: Callable[[str], None]
+) -> dict[str, KVRow]:
+    status = f"not measured: give --cpp-bench PATH, the binary of `{kv_cpp.BUILD}`"
+    figures: dict[str, Figure] = {}
+    if config.cpp_bench is not None and specs:
+        progress("C++ benchmark")
+        status = "not measured: the binary has no such benchmark"
+        try:
+            figures = kv_cpp.measure(config.cpp_bench, specs, config.rounds)
+        except SideFailed as error:
+            status = f"failed: {error}"
+    return {
+        spec.name: make_row(
+            spec, figures.get(spec.name), {}, "measured" if spec.name in figures else status
         )
-    )
+        for spec in specs
+    }
 
 
-def _filled(manager: kv.KVCacheManager, tokens: np.ndarray, headroom: int = 0) -> kv.KVCache:
-    cache = manager.create_kv_cache(input_tokens=tokens[:0])
-    if not (cache.resume() and cache.resize(len(tokens) + headroom)):
-        raise RuntimeError(f"the pool has no room for {len(tokens)} tokens: {cache.last_failure}")
-    cache.commit(tokens)
-    return cache
-
-
-def _decode_step(config: KVBenchConfig, batch: int) -> float:
-    """Median seconds of resize_many + commit_many with one more token for each sequence."""
-    draw = np.random.default_rng(batch)
-    low, high = config.context // 2, config.context * 3 // 2
-    lengths = draw.integers(low, high, batch).astype(np.int32)
-    extra = config.rounds * config.steps + 8
-    manager = _manager(config, int(lengths.sum()) + batch * (extra + config.block_size))
-    caches = [_filled(manager, _random_tokens(draw, int(n))) for n in lengths]
-    samples = []
-    for _ in range(config.rounds * config.steps):
-        tokens = _random_tokens(draw, batch)
-        lengths += 1
-        start = time.perf_counter()
-        manager.resize_many(caches, lengths)
-        manager.commit_many(caches, tokens)
-        samples.append(time.perf_counter() - start)
-    for cache in caches:
-        cache.close()
-    return statistics.median(samples)
-
-
-def _match(config: KVBenchConfig, length: int) -> float:
-    """Median seconds to create and close a cache whose prompt is wholly in the tree."""
-    draw = np.random.default_rng(length)
-    manager = _manager(config, 2 * length)
-    tokens = _random_tokens(draw, length)
-    _filled(manager, tokens).close()
-    samples = []
-    for _ in range(config.rounds * 20):
-        start = time.perf_counter()
-        cache = manager.create_kv_cache(input_tokens=tokens)
-        samples.append(time.perf_counter() - start)
-        cache.close()
-    return statistics.median(samples)
-
-
-def _commit(config: KVBenchConfig, length: int) -> float:
-    """Median seconds to commit `length` new tokens in one call: keys, tree nodes."""
-    draw = np.random.default_rng(7)
-    manager = _manager(config, 2 * length)
-    samples = []
-    for _ in range(config.rounds * 10):
-        cache = manager.create_kv_cache(input_tokens=_random_tokens(draw, 0))
-        tokens = _random_tokens(draw, length)
-        if not (cache.resume() and cache.resize(length)):
-            raise RuntimeError(f"the pool has no room: {cache.last_failure}")
-        start = time.perf_counter()
-        cache.commit(tokens)
-        samples.append(time.perf_counter() - start)
-        cache.close()
-    return statistics.median(samples)
-
-
-def _random_tokens(draw: np.random.Generator, count: int) -> np.ndarray:
-    return draw.integers(0, _VOCABULARY, count).astype(np.int32)
+def _disk_rows(
+    config: KVBenchConfig, specs: Sequence[RowSpec], progress: Callable[[str], None]
+) -> dict[str, KVRow]:
+    status = "not measured: give --disk DIR, a folder on the disk to measure"
+    figures = None
+    if config.disk is not None and specs:
+        try:
+            figures = kv_disk.measure(config.disk, config.disk_bytes, config.rounds, progress)
+        except OSError as error:
+            status = f"failed: {error}"
+    rows = {}
+    for spec in specs:
+        if figures is None:
+            rows[spec.name] = make_row(spec, None, {}, status)
+            continue
+        direction = "write" if spec.name.startswith("host_to_disk") else "read"
+        details = {
+            f"{side}_gbps": Figure.of(getattr(figures, f"{side}_{direction}"), 1e-9).to_dict()
+            for side in ("store", "device")
+        }
+        rows[spec.name] = make_row(spec, Figure.of(figures.ratios(direction)), {}, details=details)
+    return rows

@@ -21,6 +21,9 @@ app = typer.Typer(no_args_is_help=True, help="Measures speed; --json prints resu
 Out: TypeAlias = Annotated[
     Path | None, typer.Option("--out", help="Also write the results as a file into this folder.")
 ]
+Rows: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--row", help="Only this row; may be given several times.")
+]
 Rounds: TypeAlias = Annotated[int, typer.Option("--rounds", min=1, help="Repetitions; medians.")]
 
 
@@ -30,9 +33,7 @@ def throughput(
     vs: Annotated[
         str, typer.Option("--vs", help="The peer in the same run: transformers or none.")
     ] = "none",
-    rows: Annotated[
-        list[str] | None, typer.Option("--row", help="Only this row; may be given several times.")
-    ] = None,
+    rows: Rows = None,
     rounds: Rounds = 3,
     refcheck: Annotated[
         bool, typer.Option("--refcheck", help="Also compare greedy tokens with the peer.")
@@ -118,19 +119,34 @@ def mla(
 
 @app.command("kv")
 def kv(
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens per page.")] = 64,
-    context: Annotated[
-        int, typer.Option("--context", min=2, help="Mean tokens per sequence.")
-    ] = 2048,
+    peers: Annotated[
+        Path | None,
+        typer.Option("--peers", help="Folder that benchmarks/peers/install.py filled."),
+    ] = None,
+    cpp_bench: Annotated[
+        Path | None, typer.Option("--cpp-bench", help="The binary kv_bench, for the C++ rows.")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option("--disk", help="Folder on the disk to measure, for its rows.")
+    ] = None,
+    rows: Rows = None,
     rounds: Rounds = 5,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail when a row misses its required bound.")
+    ] = False,
     json: options.Json = False,
     out: Out = None,
 ) -> None:
-    """Host cost of the KV cache manager: decode step, match, commit."""
+    """Host cost of the KV cache manager beside other managers, memory, disk."""
     from helicore.bench import kv as bench
 
+    config = bench.KVBenchConfig(
+        rounds=rounds, peers=peers, cpp_bench=cpp_bench, disk=disk, rows=tuple(rows or ())
+    )
     with _progress(json) as progress:
-        report = bench.run(bench.KVBenchConfig(block_size, context, rounds), progress)
+        report = bench.run(config, progress)
+    if check:
+        report.failures += bench.missed(report)
     _finish(report, json, out)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from helicore.executor.lanes import Ints, Lanes
-from helicore.executor.scheduler import Chunk, Step
+from helicore.executor.steps import Chunk, Step
 from helicore.models.base import ForwardBatch
 from helicore.models.config import ModelConfig
 from helicore.ops import absorbed_is_cheaper

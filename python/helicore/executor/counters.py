@@ -25,6 +25,25 @@ class StepTimes:
 
 
 @dataclass(slots=True)
+class LevelCounters:
+    """One level of the KV cache, the hot one first. Pages and bytes are totals of moves."""
+
+    tier: str
+    """"host" or "disk"."""
+    num_pages: int
+    hit_tokens: int = 0
+    """Tokens of looked-up prompts that were here, in the coldest page of their block."""
+    offloaded_pages: int = 0
+    """Came from a hotter level."""
+    offloaded_bytes: int = 0
+    onboarded_pages: int = 0
+    """Left for a hotter level."""
+    onboarded_bytes: int = 0
+    dropped_pages: int = 0
+    """Evicted from here for good."""
+
+
+@dataclass(slots=True)
 class EngineCounters:
     """Totals since the engine was made, and gauges as of the last step."""
 
@@ -35,7 +54,7 @@ class EngineCounters:
     """Tokens that ran in prompt chunks, recomputation after preemption included."""
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up in the prefix cache, by each sequence of a request."""
+    """Prompt tokens of requests that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Tokens found there, those on disk included."""
     prefix_cache_hits_disk: int = 0
@@ -43,7 +62,15 @@ class EngineCounters:
     disk_bytes_read: int = 0
     disk_bytes_written: int = 0
     """As of the last step; pages that were stored already do not count."""
+    forks: int = 0
+    """Sequences that took a computed prompt over from another one of their request."""
     preemptions: int = 0
+    suspends: int = 0
+    """Preemptions after which the sequence kept its pages."""
+    resumes: int = 0
+    """Sequences that went on with the pages they had kept, without recomputation."""
+    lost: int = 0
+    """Sequences that are computed again because pages could not be read back."""
     finished_stop: int = 0
     finished_length: int = 0
     finished_abort: int = 0
@@ -56,6 +83,8 @@ class EngineCounters:
     """Pages held by running sequences; pages kept for reuse only do not count."""
     oldest_wait_steps: int = 0
     """Steps for which the same sequence has been first in the queue; grows while it is blocked."""
+    levels: list[LevelCounters] = field(default_factory=list)
+    """Of the KV cache, hot first."""
     times: StepTimes = field(default_factory=StepTimes)
 
     @property
@@ -65,7 +94,16 @@ class EngineCounters:
 
     def snapshot(self) -> EngineCounters:
         """A copy that later steps do not change."""
-        return replace(self, times=replace(self.times))
+        levels = [replace(level) for level in self.levels]
+        return replace(self, levels=levels, times=replace(self.times))
+
+    def note_lookup(self, num_tokens: int, num_found: int, found_by_level: list[int]) -> None:
+        """A request looked its prompt up."""
+        self.prompt_tokens += num_tokens
+        self.prefix_cache_queries += num_tokens
+        self.prefix_cache_hits += num_found
+        for level, found in zip(self.levels, found_by_level, strict=True):
+            level.hit_tokens += found
 
 
 class Stopwatch:

@@ -77,6 +77,13 @@ class DiskPrefixes:
 
     # --- lanes -------------------------------------------------------------------------------
 
+    def enter(self, lane: int, tokens: NDArray[np.int32], scope: kv.ReuseScope | None) -> None:
+        """A lane opens with these committed tokens; nothing is looked up."""
+        self._roots[lane] = kv.get_root_key(scope)
+        self._num_committed[lane] = len(tokens)
+        self._num_stored[lane] = None
+        self._tokens[lane, : len(tokens)] = tokens
+
     def open(
         self, lane: int, tokens: NDArray[np.int32], scope: kv.ReuseScope | None, num_matched: int
     ) -> int:
@@ -84,10 +91,8 @@ class DiskPrefixes:
 
         The lane has pages for all of them, and num_matched of them in the cache already.
         """
-        self._roots[lane] = kv.get_root_key(scope)
+        self.enter(lane, tokens, scope)
         self._num_committed[lane] = num_matched
-        self._num_stored[lane] = None
-        self._tokens[lane, : len(tokens)] = tokens
         full = len(tokens) // self._page_size
         if self._store is None or not full:
             return num_matched

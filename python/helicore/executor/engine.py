@@ -30,9 +30,10 @@ from helicore.executor.pool_shape import PoolShape, host_bytes
 from helicore.executor.postprocess import PostProcessor
 from helicore.executor.runner import Runner
 from helicore.executor.sampler import Sampled, Sampler
-from helicore.executor.scheduler import Scheduler, Step
+from helicore.executor.scheduler import Scheduler
 from helicore.executor.sequence import Phase, Request
 from helicore.executor.sequence import Sequence as Output
+from helicore.executor.steps import Step
 from helicore.executor.updates import SequenceUpdate
 from helicore.kv import ReuseScope
 from helicore.model_path import resolve_model
@@ -76,6 +77,7 @@ class Engine:
             config.scheduler.max_num_seqs, shape.max_model_len, self.limits.vocab_size
         )
         self._pool = KVPool(shape, disk)
+        self.counters.levels = self._pool.level_counters()
         self._scheduler = Scheduler(
             config.scheduler,
             self._lanes,
@@ -294,9 +296,9 @@ class Engine:
         self._change.check()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False (and no effect) while sequences run."""
+        """Forgets all cached prefixes; False (and no effect) while sequences hold pages."""
         self._check_usable()
-        if self._scheduler.num_running:
+        if self._scheduler.num_running or self._pool.num_parked:
             return False
         with INTERRUPTS, self._change:
             self._pool.clear()
@@ -314,7 +316,6 @@ class Engine:
                 sequence.prompt_logprobs = [None]
             request.sequences.append(sequence)
         request.num_unfinished = params.n
-        request.has_held = params.n > 1
 
     def _update_gauges(self) -> None:
         counters = self.counters
@@ -323,6 +324,7 @@ class Engine:
         counters.num_requests_waiting = self._scheduler.num_waiting
         counters.kv_pages_total = self._pool.num_pages
         counters.kv_pages_in_use = self._pool.num_pages - self._pool.available_pages()
+        self._pool.count_moves(counters.levels)
         disk = self._pool.disk
         if disk is not None:
             disk.pump()

@@ -6,6 +6,8 @@ Nothing else talks to the manager; the disk store behind it is the business of `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -13,12 +15,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helicore import kv
-from helicore._core import NotSupportedError
+from helicore._core import InternalError, NotSupportedError
+from helicore.executor.counters import LevelCounters
 from helicore.executor.disk_prefix import DiskConfig, DiskPrefixes
 from helicore.executor.pool_shape import PoolShape
 
 _ROLE = "latent"
 _GROUP = 0  # all layers live and die together
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """Pages of a sequence that has no lane: a suspended cache, rows of num_rows tokens in it.
+
+    lookup: the tokens whose pages were looked up in the tree, of a sequence that kept none; by now
+    the tree may have more of them. was_running: kept when it was preempted.
+    """
+
+    cache: kv.KVCache
+    num_rows: int
+    lookup: NDArray[np.int32] | None = None
+    was_running: bool = False
+    prefetch: kv.PrefetchTicket | None = None
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.lookup is not None
+
+
+class Resumed(Enum):
+    """What became of a parked cache."""
+
+    RUNS = auto()
+    NO_ROOM = auto()
+    LOST = auto()
+    """A read failed: the rows are gone, and must be computed again."""
 
 
 class KVPool:
@@ -35,7 +66,7 @@ class KVPool:
         manager = kv.KVCacheManager(
             kv.KVCacheManagerConfig(
                 tokens_per_block=shape.page_size,
-                cache_tiers=[kv.HostCacheTierConfig(shape.num_bytes)],
+                cache_tiers=_tiers(shape),
                 layers=[
                     kv.AttentionLayerConfig(layer, [kv.BufferConfig(_ROLE, size)])
                     for layer, size in enumerate(page_bytes)
@@ -45,11 +76,13 @@ class KVPool:
         )
         self._live_manager: kv.KVCacheManager | None = manager
         self.num_pages = int(manager.num_total_blocks)
+        self.has_lower_levels = getattr(manager, "num_levels", 1) > 1
         self.block_table = np.full((shape.num_lanes, shape.max_pages), kv.BAD_PAGE_INDEX, np.int32)
         """int32 [lanes, pages]; entries past a lane's pages are arbitrary."""
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
         """Per layer [pages, page_size, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
+        self._parked: set[Parked] = set()
         self.disk: DiskPrefixes | None = None
         if disk is not None:
             self.disk = DiskPrefixes(
@@ -67,37 +100,39 @@ class KVPool:
         return self._live_manager
 
     def available_pages(self) -> int:
-        """Pages that are free, or kept only for reuse."""
+        """Pages that are free, or that nobody needs here: kept for reuse, or parked ones that may
+        move down."""
         return int(self._manager.num_available_blocks)
 
-    def open(
-        self,
-        lane: int,
-        tokens: NDArray[np.int32],
-        scope: kv.ReuseScope | None,
-        num_tokens: int,
-        headroom: int,
-    ) -> int | None:
-        """Opens the lane's cache with pages for num_tokens; how many of `tokens` it holds already.
-
-        Waits for what the disk has of them. None when there is no room for it and `headroom` more
-        pages.
-        """
+    def look_up(self, tokens: NDArray[np.int32], scope: kv.ReuseScope | None) -> Parked:
+        """What the tree holds of `tokens`, parked."""
         cache = self._manager.create_kv_cache(scope, tokens)
-        row = self.block_table[lane]
-        if cache.resume():
-            cache.set_base_page_index_buf(0, _GROUP, row)
-            if cache.resize(num_tokens) and self.available_pages() >= headroom:
-                self._lanes[lane] = cache
-                if self.disk is not None:
-                    self._read_disk(lane, cache, tokens, scope)
-                return int(cache.num_committed_tokens)
-        cache.close()
-        return None
+        found = Parked(cache, int(cache.num_committed_tokens), lookup=tokens.copy())
+        self._parked.add(found)
+        return found
+
+    def probe(self, tokens: NDArray[np.int32], scope: kv.ReuseScope | None) -> int:
+        """How many of `tokens` are cached."""
+        return int(self._manager.probe_reuse(tokens, scope))
+
+    def pending_pages(self) -> int:
+        """Pages that were given back and come free by themselves: nobody need leave for them."""
+        return sum(
+            int(getattr(group, "pending", 0)) for group in self._manager.get_storage_statistics()
+        )
+
+    def free_pages(self) -> int:
+        """Pages that nobody uses, not even for reuse."""
+        return min(int(group.free) for group in self._manager.get_storage_statistics())
 
     def reserve_many(self, lanes: Sequence[int], num_tokens: list[int]) -> list[bool]:
         """Makes room for so many tokens in each lane; which of them got it."""
         return list(self._manager.resize_many(self._of(lanes), num_tokens))
+
+    def is_lost(self, lane: int) -> bool:
+        """Rows of an open lane are gone: a read failed in the last reserve_many."""
+        (cache,) = self._of([lane])
+        return not cache.is_active
 
     def commit_many(self, lanes: Sequence[int], tokens: Sequence[NDArray[np.int32]]) -> None:
         """Declares the next tokens of lanes final; entries of block_table may change."""
@@ -108,25 +143,129 @@ class KVPool:
                 self.disk.commit(lane, part)
 
     def release(self, lane: int, tokens: NDArray[np.int32]) -> None:
-        """Commits the last tokens of a lane and gives its pages back; they stay reusable."""
+        """Commits the last tokens of a lane and gives its pages back; they stay reusable.
+
+        Of a lane that lost rows nothing is committed.
+        """
+        self._leave(lane, tokens).close()
+
+    def _leave(self, lane: int, tokens: NDArray[np.int32]) -> kv.KVCache:
         (cache,) = self._of([lane])
         self._lanes[lane] = None
-        if len(tokens):
+        if len(tokens) and cache.is_active:
             cache.commit(tokens)
             if self.disk is not None:
                 self.disk.commit(lane, tokens)
         if self.disk is not None:
             self.disk.leave(lane)
-        cache.close()
+        return cache
+
+    def park(self, lane: int, tokens: NDArray[np.int32]) -> Parked | None:
+        """Takes the lane of a sequence but lets it keep its pages; `tokens` are its last ones.
+
+        None where that would give no memory back: then it is released.
+        """
+        if not self.has_lower_levels:
+            self.release(lane, tokens)
+            return None
+        cache = self._leave(lane, tokens)
+        cache.truncate(cache.num_committed_tokens)
+        cache.suspend()
+        parked = Parked(cache, int(cache.num_committed_tokens), was_running=True)
+        self._parked.add(parked)
+        return parked
+
+    def fork(self, lane: int, num_rows: int, count: int) -> list[Parked]:
+        """Twins of a lane that has num_rows rows, each parked with all of them but the last.
+
+        They share its pages: the lane needs `reserve_many` before it writes its next row.
+        """
+        (cache,) = self._of([lane])
+        if not cache.resize(None, num_rows):
+            raise InternalError(f"no room for {num_rows} rows that lane {lane} has")
+        twins = []
+        for _ in range(count):
+            twin = Parked(cache.fork(), num_rows - 1)
+            twin.cache.truncate(twin.num_rows)
+            self._parked.add(twin)
+            twins.append(twin)
+        return twins
+
+    def resume(
+        self, lane: int, parked: Parked, tokens: NDArray[np.int32], headroom: int
+    ) -> Resumed:
+        """Gives a parked cache a lane, with pages for `tokens`, which are the sequence's own.
+
+        Waits for pages that come from lower levels, and for what the disk has of a lookup beyond
+        the tree. NO_ROOM where not all pages and `headroom` more are to be had: it stays parked.
+        """
+        cache = parked.cache
+        if not cache.resume():
+            return self._refusal(cache)
+        cache.set_base_page_index_buf(0, _GROUP, self.block_table[lane])
+        if not cache.resize(len(tokens)) or self.available_pages() < headroom:
+            if cache.is_active:
+                cache.truncate(parked.num_rows)
+                cache.suspend()
+            return self._refusal(cache)
+        self._lanes[lane] = cache
+        self._parked.remove(parked)
+        if self.disk is not None:
+            if parked.lookup is not None:
+                self._read_disk(lane, cache, parked.lookup)
+                parked.num_rows = int(cache.num_committed_tokens)
+            else:
+                self.disk.enter(lane, tokens[: cache.num_committed_tokens], cache.reuse_scope)
+        return Resumed.RUNS
+
+    def prefetch(self, parked: Parked) -> None:
+        """Brings the pages of a parked cache up to the hot level, as far as there is room; once."""
+        if parked.prefetch is None:
+            parked.prefetch = parked.cache.prefetch(kv.HOT_LEVEL)
+
+    def level_counters(self) -> list[LevelCounters]:
+        """One per level, hot first; `count_moves` brings them up to date."""
+        tiers = self._manager.init_config.cache_tiers
+        return [
+            LevelCounters(
+                "disk" if tier.tier == kv.CacheTier.DISK else "host",
+                sum(int(group.total) for group in self._manager.get_storage_statistics(level)),
+            )
+            for level, tier in enumerate(tiers)
+        ]
+
+    def count_moves(self, levels: list[LevelCounters]) -> None:
+        """Totals of pages that moved between levels, as of now."""
+        if not self.has_lower_levels:
+            return
+        for level, moved in zip(levels, self._manager.migration_stats().levels, strict=True):
+            level.offloaded_pages = sum(part.offloaded_pages for part in moved)
+            level.offloaded_bytes = sum(part.offloaded_bytes for part in moved)
+            level.onboarded_pages = sum(part.onboarded_pages for part in moved)
+            level.onboarded_bytes = sum(part.onboarded_bytes for part in moved)
+            level.dropped_pages = sum(part.dropped_pages for part in moved)
+
+    def tokens_by_level(self, found: Parked) -> list[int]:
+        """Where the tokens of a lookup were, hot first; prefixes on disk not counted."""
+        return list(getattr(found.cache, "cached_tokens_by_level", [found.cache.num_reused_tokens]))
+
+    def drop(self, parked: Parked) -> None:
+        """Gives the pages of a parked cache back; committed ones stay reusable."""
+        self._parked.discard(parked)
+        parked.cache.close()
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
 
     def clear(self) -> None:
-        """Forgets every cached prefix, those on disk too; no lane may be open."""
+        """Forgets every cached prefix, those on disk too; no cache may be open."""
         self._manager.clear_reusable_blocks()
         if self.disk is not None:
             self.disk.clear()
 
     def close(self) -> None:
-        """Gives the memory back; lanes that are open are closed. Safe to call again."""
+        """Gives the memory back; caches that are open are closed. Safe to call again."""
         manager, self._live_manager = self._live_manager, None
         if manager is None:
             return
@@ -137,16 +276,21 @@ class KVPool:
             if cache is not None:
                 cache.close()
                 self._lanes[lane] = None
+        for parked in list(self._parked):
+            self.drop(parked)
         self.caches.clear()
         manager.shutdown()
 
-    def _read_disk(
-        self, lane: int, cache: kv.KVCache, tokens: NDArray[np.int32], scope: kv.ReuseScope | None
-    ) -> None:
+    def _refusal(self, cache: kv.KVCache) -> Resumed:
+        failure = cache.last_failure
+        is_lost = failure is not None and getattr(failure, "data_lost", False)
+        return Resumed.LOST if is_lost else Resumed.NO_ROOM
+
+    def _read_disk(self, lane: int, cache: kv.KVCache, tokens: NDArray[np.int32]) -> None:
         """Takes what the disk holds beyond the tree into the lane and into the tree."""
         assert self.disk is not None
         matched = int(cache.num_committed_tokens)
-        found = self.disk.open(lane, tokens, scope, matched)
+        found = self.disk.open(lane, tokens, cache.reuse_scope, matched)
         if found > matched:
             cache.commit(tokens[matched:found])
             self.disk.accept(lane, found)
@@ -172,3 +316,15 @@ class KVPool:
         """The manager's memory of one layer; row p is the page with base page index p."""
         pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE)).view(shape.dtype)
         return pages.view(len(pages), shape.page_size, width)
+
+
+def _tiers(shape: PoolShape) -> list[kv.HostCacheTierConfig | kv.DiskCacheTierConfig]:
+    """The levels of the cache, hot first."""
+    tiers: list[kv.HostCacheTierConfig | kv.DiskCacheTierConfig] = [
+        kv.HostCacheTierConfig(shape.num_bytes)
+    ]
+    if shape.swap_host_bytes:
+        tiers.append(kv.HostCacheTierConfig(shape.swap_host_bytes))
+    if shape.swap_disk_bytes:
+        tiers.append(kv.DiskCacheTierConfig(shape.swap_disk_bytes, str(shape.swap_path)))
+    return tiers

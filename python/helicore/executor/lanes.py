@@ -91,6 +91,10 @@ class Lanes:
         """Tokens that are in the cache but not yet committed: a view."""
         return self.tokens[lane, self.num_committed[lane] : self.num_computed[lane]]
 
+    def num_remaining(self, lane: int) -> int:
+        """Tokens that are not in the cache."""
+        return int(self.num_tokens[lane] - self.num_computed[lane])
+
     def append(self, lanes: Ints, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Adds one sampled token to each of `lanes`; which of them need a look.
 

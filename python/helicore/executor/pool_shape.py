@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,10 @@ class PoolShape:
     num_lanes: int
     max_model_len: int
     max_model_len_source: str
+    swap_host_bytes: int = 0
+    """Of the host level below the hot one; 0 is none. Likewise on disk."""
+    swap_disk_bytes: int = 0
+    swap_path: Path | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -62,6 +67,9 @@ class PoolShape:
             num_lanes=config.scheduler.max_num_seqs,
             max_model_len=length,
             max_model_len_source=source,
+            swap_host_bytes=swap_bytes(config.kv_cache.swap_host_gb, "swap_host_gb", page_bytes),
+            swap_disk_bytes=swap_bytes(config.kv_cache.swap_disk_gb, "swap_disk_gb", page_bytes),
+            swap_path=swap_folder(config.kv_cache.swap_path),
         )
 
 
@@ -89,6 +97,28 @@ def host_bytes(host_gb: float | None) -> int:
             f"got {host_gb:g}",
         )
     return int(host_gb * _GIB)
+
+
+def swap_bytes(gb: float, name: str, page_bytes: int) -> int:
+    """Bytes of a level below the hot one; FieldError when too few pages fit to be of use."""
+    num_bytes = int(gb * _GIB)
+    if gb and num_bytes < 2 * page_bytes:
+        raise FieldError(
+            name, f"{name} must hold two pages of {page_bytes} bytes, got {num_bytes} bytes"
+        )
+    return num_bytes
+
+
+def swap_folder(path: str | None) -> Path | None:
+    """The folder of the files, made when it is not there; FieldError when it can not be."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FieldError("swap_path", f"swap_path {path!r} can not be made: {error}") from error
+    return folder
 
 
 def model_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> tuple[int, str]:

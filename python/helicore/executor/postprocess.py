@@ -112,6 +112,7 @@ class PostProcessor:
         if not sequence.reported:
             sequence.reported = True
             update.num_cached_tokens = sequence.num_cached_tokens
+            update.cached_tokens_by_level = sequence.cached_tokens_by_level
             update.prompt_logprobs = sequence.prompt_logprobs
 
     def _detokenize(

@@ -13,8 +13,8 @@ from torch import Tensor
 from helicore import ops
 from helicore.executor.batch import StepInputs
 from helicore.executor.lanes import Ints, Lanes
-from helicore.executor.scheduler import Chunk
 from helicore.executor.sequence import Request, Sequence
+from helicore.executor.steps import Chunk
 from helicore.executor.updates import TokenLogprobs
 
 

@@ -17,6 +17,7 @@ from helicore.executor.detokenizer import Detokenizer
 from helicore.executor.updates import TokenLogprobs
 
 if TYPE_CHECKING:
+    from helicore.executor.kv_pool import Parked
     from helicore.kv import ReuseScope
     from helicore.sampling_params import SamplingParams
 
@@ -25,8 +26,8 @@ class Phase(Enum):
     """Where a sequence is.
 
     HELD -> WAITING -> PREFILL -> DECODE -> DONE; preemption leads from PREFILL and DECODE back to
-    WAITING; abort leads from anywhere to DONE. HELD: a sibling that waits for the first sequence
-    of its request to compute their common prompt.
+    WAITING; abort leads from anywhere to DONE. HELD: a sibling that waits for another sequence of
+    its request to compute their common prompt.
     """
 
     HELD = auto()
@@ -55,8 +56,9 @@ class Request:
     eos_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
-    has_held: bool = False
-    """True while sequences after the first wait for it to compute the prompt."""
+    num_released: int = 1
+    """Sequences that were queued; those after them wait for the last of these to compute the
+    prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +73,13 @@ class Sequence:
     phase: Phase = Phase.HELD
     lane: int = -1
     """Row of the SoA state while it runs, else -1."""
+    parked: Parked | None = None
+    """The pages that it keeps while it waits: of a fork, or since it was preempted."""
     detokenizer: Detokenizer | None = None
     num_cached_tokens: int | None = None
-    """Prompt tokens that the first admission found in the cache; None before it."""
+    """Prompt tokens that the first admission found in the cache; None before it, and for forks."""
+    cached_tokens_by_level: list[int] | None = None
+    """Those of them that each level of the cache held, hot first; prefixes on disk not counted."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reported: bool = False
     """True once num_cached_tokens and prompt_logprobs were handed out."""

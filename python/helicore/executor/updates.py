@@ -32,8 +32,9 @@ class SequenceUpdate:
     `new_token_ids` holds the tokens that this step added, a stop token included. The last update
     of a sequence has a `finish_reason`; `stop_reason` is the matched stop id or stop string, None
     for an end-of-sequence token. `error` says why a request was aborted by the engine itself.
-    `num_cached_tokens` and `prompt_logprobs` (None at the first position) come with the first
-    update of index 0. `detokenizer` is the sequence's own where stop strings made it necessary.
+    `num_cached_tokens`, `cached_tokens_by_level` (hot first, prefixes on disk not counted) and
+    `prompt_logprobs` (None at the first position) come with the first update of index 0.
+    `detokenizer` is the sequence's own where stop strings made it necessary.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class SequenceUpdate:
     stop_reason: int | str | None = None
     new_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int | None = None
+    cached_tokens_by_level: list[int] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     detokenizer: Detokenizer | None = None
     error: str | None = None

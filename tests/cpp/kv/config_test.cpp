@@ -107,21 +107,8 @@ TEST(Config, a_ratio_of_the_wrong_length_is_refused_by_the_manager) {
 
 TEST(Config, what_is_not_built_yet_is_refused_naming_the_field) {
   using C = KVCacheManagerConfig;
-  EXPECT_THAT(unsupported([](C& c) { c.cache_tiers = {GpuCacheTierConfig{1 << 20}}; }),
-              HasSubstr("cache_tiers[0]"));
-  EXPECT_THAT(unsupported([](C& c) { c.cache_tiers.push_back(HostCacheTierConfig{4096}); }),
-              HasSubstr("cache_tiers: one level"));
-  EXPECT_THAT(unsupported([](C& c) {
-                c.commit_min_snapshot = true;
-                c.layers = {SsmLayerConfig{5, {{"s", 8}}}};
-              }),
-              HasSubstr("layer 5"));
-  EXPECT_THAT(unsupported([](C& c) { c.layers = {AttentionLayerConfig{6, {{"k", 8}}, 32}}; }),
-              HasSubstr("sliding_window_size is not supported (layer 6)"));
   EXPECT_THAT(unsupported([](C& c) { c.swa_scratch_reuse = SwaScratchReuseConfig{}; }),
               HasSubstr("swa_scratch_reuse"));
-  EXPECT_THAT(unsupported([](C& c) { c.commit_min_snapshot = true; }),
-              HasSubstr("commit_min_snapshot"));
 }
 
 TEST(Config, the_manager_keeps_a_copy) {

@@ -36,8 +36,10 @@ class EventListener {
 
   // What is wrong, in words: an event that made no sense, or a tree unlike the manager's.
   std::optional<std::string> compare(KVCacheManager& manager) const {
+    return compare(Introspection::state(manager).tree, Introspection::state(manager).store);
+  }
+  std::optional<std::string> compare(const RadixTree& tree, const PageStore& store) const {
     if (problem_) return problem_;
-    const RadixTree& tree = Introspection::state(manager).tree;
     size_t num_found = 0;
     for (size_t i = 0; i < tree.num_records(); ++i) {
       const NodeId id(static_cast<uint32_t>(i));
@@ -55,10 +57,8 @@ class EventListener {
       if (is_root != !block.parent) return "a root is taken for a block or the reverse";
       if (is_root) continue;
       if (*block.parent != tree.key(tree.node(id).parent)) return "a block has another parent";
-      const PageId page = tree.pages(id)[0];
-      if (block.priority != Introspection::state(manager).store.page(page).priority) {
-        return "a block has another priority";
-      }
+      if (block.priority != tree.node(id).priority) return "a block has another priority";
+      if (block.coverage != coverage_of(tree, store, id)) return "a block has other pages";
     }
     if (num_found != blocks_.size()) return "a block that is gone was not reported as removed";
     return std::nullopt;
@@ -67,13 +67,24 @@ class EventListener {
   size_t num_seen(EventKind kind) const { return seen_.count(kind) ? seen_.at(kind) : 0; }
 
  private:
+  using Coverage = std::map<int32_t, int32_t>;  // by life cycle; those with a page
   struct Block {
     std::optional<Digest> parent;  // none for a root
     int32_t ordinal = -1;
     int priority = 0;
     std::vector<TokenId> tokens;
     int num_children = 0;
+    Coverage coverage{};
   };
+
+  static Coverage coverage_of(const RadixTree& tree, const PageStore& store, NodeId node) {
+    Coverage coverage;
+    for (size_t lc = 0; lc < tree.pages(node).size(); ++lc) {
+      const PageId page = tree.pages(node)[lc];
+      if (page != kNoPage) coverage[static_cast<int32_t>(lc)] = store.page(page).num_tokens;
+    }
+    return coverage;
+  }
 
   void require(bool condition, const char* what) {
     if (!condition && !problem_) problem_ = what;
@@ -89,9 +100,9 @@ class EventListener {
         require(blocks_.emplace(event.key, Block{}).second, "a root was created twice");
         return;
       case EventKind::kStored:
-        return store(event);
+        return event.life_cycle == KVEvent::kWholeBlock ? store(event) : store_page(event);
       case EventKind::kRemoved:
-        return remove(event.key);
+        return event.life_cycle == KVEvent::kWholeBlock ? remove(event.key) : remove_page(event);
       case EventKind::kUpdated:
         require(blocks_.count(event.key) > 0, "an unknown block was updated");
         require(blocks_[event.key].priority < event.priority, "a priority did not rise");
@@ -106,8 +117,23 @@ class EventListener {
     require(event.key == block_key(event.parent_key, event.tokens), "the key of a block");
     require(event.ordinal == parent->second.ordinal + 1, "the ordinal of a block");
     ++parent->second.num_children;
-    const Block block{event.parent_key, event.ordinal, event.priority, event.tokens, 0};
+    Block block{event.parent_key, event.ordinal, event.priority, event.tokens};
+    for (int32_t lc : event.life_cycles) {
+      block.coverage[lc] = static_cast<int32_t>(event.tokens.size());
+    }
     require(blocks_.emplace(event.key, block).second, "a block was stored twice");
+  }
+
+  void store_page(const KVEvent& event) {
+    require(blocks_.count(event.key) > 0, "a page was stored in an unknown block");
+    int32_t& coverage = blocks_[event.key].coverage[event.life_cycle];
+    require(coverage < event.num_tokens, "a page gave way to one that covers no more");
+    coverage = event.num_tokens;
+  }
+
+  void remove_page(const KVEvent& event) {
+    require(blocks_.count(event.key) > 0, "a page was removed from an unknown block");
+    require(blocks_[event.key].coverage.erase(event.life_cycle) == 1, "an unknown page went");
   }
 
   void remove(const Digest& key) {

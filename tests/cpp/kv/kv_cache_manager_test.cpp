@@ -275,7 +275,7 @@ TEST(KVCacheManager, chain_keys_are_those_of_the_committed_blocks) {
   ASSERT_EQ(keys.size(), 2u);
   const ManagerState& state = Introspection::state(manager);
   std::vector<NodeId> path;
-  state.tree.match(state.tree.find_root(scope), iota_tokens(8), false, &path);
+  (void)state.tree.match(state.tree.find_root(scope), iota_tokens(8), {.partial = false}, &path);
   ASSERT_EQ(path.size(), 2u);
   EXPECT_EQ(state.tree.key(path[0]), keys[0]);
   EXPECT_EQ(state.tree.key(path[1]), keys[1]);

@@ -6,20 +6,10 @@
 
 #include "helicore/core/error.h"
 #include "kv/kv_configs.h"
+#include "kv/planning_configs.h"
 
 namespace helicore::kv::testing {
 namespace {
-
-// A block is stale when no position from `history` on attends to any of its tokens: the slow
-// definition.
-bool is_stale(const LifeCycle& lc, int32_t history, int32_t block, int32_t tpb) {
-  if (block * tpb >= history) return false;  // not history yet
-  if (!lc.window || block < lc.num_sink_blocks) return false;
-  for (int32_t token = block * tpb; token < (block + 1) * tpb; ++token) {
-    if (token > history - *lc.window) return false;  // the query at `history` reads it
-  }
-  return true;
-}
 
 TEST(LifeCycle, stale_ranges_agree_with_the_definition) {
   for (int32_t tpb : {1, 4, 32}) {
@@ -50,6 +40,39 @@ TEST(LifeCycle, a_window_in_flight_keeps_the_block_of_its_first_token) {
   EXPECT_EQ(lc.stale_range(159, 32).end, 1);
 }
 
+TEST(LifeCycle, scratch_ranges_agree_with_the_definition) {
+  Dice dice(3);
+  int64_t num_scratch = 0;
+  for (int round = 0; round < 4000; ++round) {
+    LifeCycle lc;
+    if (dice.below(8) > 0) lc.window = dice.in(1, 40);
+    if (lc.window) lc.num_sink_blocks = dice.in(0, 3);
+    const int32_t tpb = dice.in(1, 9);
+    const int32_t capacity = dice.in(0, 150);
+    const KVCacheDesc step{capacity, dice.in(0, capacity)};
+    const int32_t rewind = dice.in(0, 40);
+    const auto range = lc.scratch_range(step.history_length, step.capacity, rewind, tpb);
+    for (int32_t block = 0; block < capacity / tpb + 3; ++block) {
+      ASSERT_EQ(range.contains(block), is_scratch(lc, step, rewind, block, tpb))
+          << "round " << round << " block " << block;
+      num_scratch += range.contains(block);
+    }
+  }
+  EXPECT_GT(num_scratch, 1000);
+}
+
+TEST(LifeCycle, a_step_inside_the_window_and_a_state_have_no_scratch_blocks) {
+  const LifeCycle window{.window = 128};
+  EXPECT_EQ(window.scratch_range(0, 1025, 0, 32), (HalfOpenRange<int32_t>{0, 28}));
+  EXPECT_EQ(window.scratch_range(512, 1025, 0, 32), (HalfOpenRange<int32_t>{16, 28}));
+  EXPECT_EQ(window.scratch_range(0, 1025, 33, 32), (HalfOpenRange<int32_t>{0, 27}));
+  EXPECT_TRUE(window.scratch_range(1024, 1025, 0, 32).empty()) << "a decode step";
+  EXPECT_TRUE(window.scratch_range(0, 158, 0, 32).empty());
+  EXPECT_TRUE(window.scratch_range(0, 1025, 5000, 32).empty());
+  EXPECT_TRUE(LifeCycle{}.scratch_range(0, 1025, 0, 32).empty());
+  EXPECT_TRUE(LifeCycle{.kind = LayerType::kSsm}.scratch_range(0, 1025, 0, 32).empty());
+}
+
 TEST(LifeCycle, layers_share_a_life_cycle_exactly_when_their_keys_are_equal) {
   KVCacheManagerConfig config = attention_config(4, 8);
   const std::vector<BufferConfig> buffers{{"k", 64}};
@@ -71,6 +94,23 @@ TEST(LifeCycle, layers_share_a_life_cycle_exactly_when_their_keys_are_equal) {
   EXPECT_FALSE(registry.ssm_life_cycle_id().has_value());
   EXPECT_THROW((void)registry.of_layer(99), InvalidArgument);
   EXPECT_THROW((void)registry.id_of(LifeCycle{.window = 7}), InvalidArgument);
+}
+
+TEST(LifeCycle, layers_of_unequal_reuse_policy_do_not_share_a_life_cycle) {
+  KVCacheManagerConfig config = attention_config(4, 8);
+  AttentionLayerConfig layer{.layer_id = 0, .buffers = {{"k", 64}}};
+  config.layers = {layer};
+  for (ReusePolicy policy : {ReusePolicy::kOptional, ReusePolicy::kPrivate}) {
+    ++layer.layer_id;
+    layer.reuse_policy = policy;
+    config.layers.push_back(layer);
+  }
+  const LifeCycleRegistry registry(config);
+  ASSERT_EQ(registry.count(), 3u);
+  EXPECT_EQ(registry[registry.of_layer(0)].policy, ReusePolicy::kRequired);
+  EXPECT_EQ(registry[registry.of_layer(1)].policy, ReusePolicy::kOptional);
+  EXPECT_EQ(registry[registry.of_layer(2)].policy, ReusePolicy::kPrivate);
+  EXPECT_EQ(name_of(ReusePolicy::kOptional), "OPTIONAL");
 }
 
 TEST(LifeCycle, recurrent_layers_share_one_life_cycle_of_the_target) {

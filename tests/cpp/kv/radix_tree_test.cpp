@@ -7,39 +7,20 @@
 #include <random>
 #include <set>
 
-#include "helicore/kv/layout.h"
-#include "kv/kv_configs.h"
+#include "kv/tree_bench.h"
 
 namespace helicore::kv::testing {
 namespace {
 
-// A tree over a store of its own, with one life cycle.
-struct Bench {
-  explicit Bench(int32_t tokens_per_block, int32_t num_slots = 4096)
-      : config(attention_config(tokens_per_block, 1, 1, 1)),
-        registry(config),
-        layout(config, registry),
-        store(layout, TypedVec<PoolGroupId, int32_t>(1, num_slots)),
-        tree(store, 1, tokens_per_block),
-        root(tree.find_or_create_root({})) {
-    tree.pin(root);
-  }
+// A tree with one life cycle.
+struct Bench : TreeBench {
+  explicit Bench(int32_t tokens_per_block) : TreeBench(tokens_per_block, {full_layer()}) {}
   InsertResult insert(NodeId parent, const std::vector<TokenId>& tokens) {
-    tree.reserve_nodes(1);
-    const PageHandle page = store.allocate(LifeCycleId(0), kPriorityDefault);
-    const InsertResult result = tree.insert(parent, tokens, std::span(&page, 1));
-    store.unhold(page);
-    return result;
+    return TreeBench::insert(parent, tokens, {0});
   }
   int32_t match(const std::vector<TokenId>& tokens, bool partial = true) {
-    return tree.match(root, tokens, partial, nullptr);
+    return depth(tokens, {.partial = partial});
   }
-  KVCacheManagerConfig config;
-  LifeCycleRegistry registry;
-  StorageLayout layout;
-  PageStore store;
-  RadixTree tree;
-  NodeId root;
 };
 
 TEST(RadixTree, finds_what_was_inserted_and_the_longest_common_prefix) {
@@ -52,7 +33,7 @@ TEST(RadixTree, finds_what_was_inserted_and_the_longest_common_prefix) {
   EXPECT_EQ(b.match({1, 2, 3}), 3);
   EXPECT_EQ(b.match({2}), 0);
   EXPECT_EQ(b.match({}), 0);
-  EXPECT_EQ(b.tree.match(kNoNode, iota_tokens(4), true, nullptr), 0);
+  EXPECT_EQ(b.tree.match(kNoNode, iota_tokens(4), {}, nullptr).num_tokens, 0);
 }
 
 TEST(RadixTree, a_block_inserted_twice_is_one_node) {
@@ -150,6 +131,193 @@ TEST(RadixTree, the_memory_of_a_node_stays_within_its_budget) {
   const size_t bytes = sizeof(NodeRecord) + sizeof(Digest) + sizeof(PageId) +
                        tokens_per_block * sizeof(TokenId) + sizeof(PageRecord);
   EXPECT_LE(bytes, 256u);
+}
+
+TEST(RadixTree, an_endpoint_survives_a_longer_sibling_that_comes_after_it) {
+  TreeBench b(8, {full_layer(), window_layer(4)});
+  b.insert(b.root, iota_tokens(3), {0, 1});
+  const NodeId longer = b.insert(b.root, iota_tokens(6), {0}).node;
+  EXPECT_EQ(b.coverage(longer, 1), 3) << "the window page is adopted with its count";
+  EXPECT_EQ(b.coverage(longer, 0), 6);
+  EXPECT_EQ(b.depth(iota_tokens(8)), 3) << "the endpoint is still there";
+  const NodeId whole = b.insert(b.root, iota_tokens(8), {0}).node;
+  EXPECT_EQ(b.coverage(whole, 1), 3);
+  EXPECT_EQ(b.tree.num_nodes(), 1u);
+  EXPECT_EQ(b.store.pages().num_in_use(), 2u) << "the shorter full attention pages are free";
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, an_endpoint_survives_a_longer_sibling_that_came_before_it) {
+  TreeBench b(8, {full_layer(), window_layer(4)});
+  const NodeId longer = b.insert(b.root, iota_tokens(8), {0}).node;
+  EXPECT_EQ(b.depth(iota_tokens(8)), 0);
+  const InsertResult result = b.insert(b.root, iota_tokens(3), {0, 1});
+  EXPECT_EQ(result.outcome, InsertOutcome::kCovered);
+  EXPECT_EQ(result.node, longer);
+  EXPECT_TRUE(b.attach(longer, 1, 3));
+  EXPECT_FALSE(b.attach(longer, 0, 3)) << "the block has a longer page";
+  EXPECT_EQ(b.depth(iota_tokens(8)), 3);
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, a_replaced_page_does_not_outlive_its_block) {
+  TreeBench b(8, {full_layer(), window_layer(4)});
+  const NodeId node = b.insert(b.root, iota_tokens(8), {0}).node;
+  b.attach(node, 1, 3);
+  const PageId partial = b.page_of(node, 1);
+  b.store.hold(partial, kPriorityDefault);
+  const PageHandle held = b.store.pages().handle(partial);
+  EXPECT_TRUE(b.attach(node, 1, 8));
+  EXPECT_EQ(b.store.page(partial).node, kNoNode) << "a held page becomes private";
+  b.store.unhold(held);
+  EXPECT_FALSE(b.store.pages().is_current(held)) << "and goes with its last holder";
+  b.attach(node, 1, 5);
+  EXPECT_EQ(b.store.pages().num_in_use(), 2u) << "a page that was refused is free";
+  b.tree.drop(b.page_of(node, 0));
+  EXPECT_EQ(b.store.pages().num_in_use(), 0u);
+  EXPECT_EQ(b.tree.num_nodes(), 0u);
+}
+
+TEST(RadixTree, a_depth_inside_a_page_that_covers_a_part_and_one_behind_it_differ) {
+  TreeBench b(8, {full_layer(), window_layer(8)});
+  const auto nodes = b.insert_chain(iota_tokens(16), {0});
+  b.attach(nodes[0], 1, 8);
+  b.attach(nodes[1], 1, 5);
+  EXPECT_EQ(b.depth(iota_tokens(13)), 13);
+  EXPECT_EQ(b.depth(iota_tokens(16)), 13) << "truncated inside the block";
+  EXPECT_EQ(b.depth(iota_tokens(16), {.partial = false}), 8) << "an exact boundary ignores it";
+}
+
+TEST(RadixTree, a_dropped_page_takes_along_what_needs_it_and_nothing_else) {
+  TreeBench b(4, {full_layer(), window_layer(4, 4), ssm_layer()});
+  const auto nodes = b.insert_chain(iota_tokens(16), {0, 1});
+  b.attach(nodes[3], 2, 4);
+  EXPECT_EQ(b.tree.drop(b.page_of(nodes[2], 1)), 0);
+  EXPECT_EQ(b.tree.drop(b.page_of(nodes[3], 2)), 0);
+  EXPECT_EQ(b.tree.num_nodes(), 4u);
+  EXPECT_TRUE(b.is_told());
+  EXPECT_EQ(b.tree.drop(b.page_of(nodes[2], 0)), 2) << "full attention: the subtree";
+  EXPECT_EQ(b.tree.drop(b.page_of(nodes[0], 1)), 2) << "a sink: the subtree";
+  EXPECT_EQ(b.store.pages().num_in_use(), 0u);
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, a_block_goes_when_its_last_page_goes_and_takes_empty_ancestors_along) {
+  TreeBench b(4, {window_layer(4), ssm_layer()});
+  const NodeId first = b.insert(b.root, iota_tokens(4), {0}).node;
+  const NodeId second = b.insert(first, iota_tokens(4, 4), {0}).node;
+  const NodeId third = b.insert(second, iota_tokens(4, 8), {}).node;
+  b.attach(third, 1, 4);
+  EXPECT_EQ(b.tree.drop(b.page_of(second, 0)), 0) << "something below lives";
+  EXPECT_EQ(b.tree.drop(b.page_of(third, 1)), 2) << "the block and the empty one above it";
+  EXPECT_EQ(b.tree.num_nodes(), 1u);
+  EXPECT_TRUE(b.is_told());
+  b.tree.pin(first);
+  EXPECT_EQ(b.tree.drop(b.page_of(first, 0)), 0) << "a pinned block stays";
+  b.tree.unpin(first);
+  EXPECT_EQ(b.tree.num_nodes(), 0u);
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, a_lost_snapshot_under_a_sleeping_sequence_leaves_its_lineage) {
+  for (bool is_hybrid : {true, false}) {
+    auto layers = std::vector<LayerConfig>{ssm_layer()};
+    if (is_hybrid) layers.push_back(full_layer());
+    TreeBench b(4, layers);
+    b.tree.reserve_nodes(2);
+    std::vector<PageHandle> own(b.num_life_cycles());
+    if (is_hybrid) own[1] = b.page(1);
+    const NodeId node = b.tree.insert(b.root, iota_tokens(4), own).node;
+    b.tree.pin(node);
+    EXPECT_TRUE(b.attach(node, 0, 4));
+    EXPECT_EQ(b.tree.drop(b.page_of(node, 0)), 0);
+    std::vector<PageHandle> next(b.num_life_cycles());
+    if (is_hybrid) next[1] = b.page(1);
+    const NodeId tail = b.tree.insert(node, iota_tokens(4, 4), next).node;
+    b.tree.pin(tail);
+    b.tree.unpin(node);
+    EXPECT_EQ(b.tree.node(tail).parent, node) << "the sequence goes on committing below it";
+    EXPECT_TRUE(b.attach(tail, 0, 4));
+    EXPECT_EQ(b.depth(iota_tokens(8)), 8);
+    EXPECT_TRUE(b.is_told());
+    b.tree.unpin(tail);
+    for (PageHandle page : {own.back(), next.back()}) {
+      if (is_hybrid) b.store.unhold(page);
+    }
+    b.tree.evict_all();
+    EXPECT_EQ(b.tree.num_nodes(), 0u);
+  }
+}
+
+TEST(RadixTree, lost_data_leaves_the_tree_though_it_is_held_and_pinned) {
+  TreeBench b(2, {full_layer(), window_layer(3)});
+  const auto nodes = b.insert_chain(iota_tokens(8), {0, 1});
+  const NodeId side = b.insert(nodes[1], {90, 91}, {0, 1}).node;
+  for (NodeId node : nodes) b.store.hold(b.page_of(node, 0), kPriorityDefault);
+  std::vector<PageHandle> held;
+  for (NodeId node : nodes) held.push_back(b.store.pages().handle(b.page_of(node, 0)));
+  b.tree.pin(nodes[2]);
+  EXPECT_EQ(b.tree.drop_node(nodes[1]), 2) << "the last block and the side branch";
+  EXPECT_EQ(b.tree.num_nodes(), 3u) << "the pinned one and those above it stay";
+  EXPECT_FALSE(b.tree.node(side).in_use);
+  EXPECT_EQ(b.depth(iota_tokens(8)), 2) << "what has no pages serves nothing";
+  EXPECT_EQ(b.match(iota_tokens(8)).num_tokens_raw, 6);
+  EXPECT_EQ(b.store.page(held[2].id).node, kNoNode) << "held pages are private now";
+  EXPECT_TRUE(b.is_told());
+  EXPECT_TRUE(b.attach(nodes[1], 0, 2) && b.attach(nodes[1], 1, 2)) << "a twin brings them back";
+  EXPECT_EQ(b.depth(iota_tokens(8)), 4);
+  b.tree.unpin(nodes[2]);
+  EXPECT_EQ(b.tree.num_nodes(), 2u);
+  for (PageHandle page : held) b.store.unhold(page);
+  EXPECT_EQ(b.store.pages().num_in_use(), 4u);
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, a_page_that_another_block_shows_is_not_attached) {
+  Bench b(4);
+  const NodeId first = b.insert(b.root, {1, 2}).node;
+  const NodeId second = b.insert(b.root, {3, 4}).node;
+  const PageHandle page = b.store.pages().handle(b.page_of(first, 0));
+  EXPECT_FALSE(b.tree.attach(second, LifeCycleId(0), page, 2));
+  EXPECT_FALSE(b.tree.attach(second, LifeCycleId(0), PageHandle{}, 2));
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, priorities_are_told_when_they_rise_whichever_page_brought_them) {
+  TreeBench b(4, {full_layer(), window_layer(4)});
+  const NodeId node = b.insert(b.root, iota_tokens(4), {0}).node;
+  b.tree.priority_raised(node, 20);
+  EXPECT_EQ(b.tree.node(node).priority, kPriorityDefault);
+  b.tree.priority_raised(node, 50);
+  const PageHandle page = b.page(1, 80);
+  EXPECT_TRUE(b.tree.attach(node, LifeCycleId(1), page, 4));
+  b.store.unhold(page);
+  EXPECT_TRUE(b.is_told());
+  EXPECT_EQ(b.listener.num_seen(EventKind::kUpdated), 2u);
+}
+
+TEST(RadixTree, wide_and_deep_subtrees_go_without_recursion) {
+  Bench b(1);
+  NodeId tail = b.insert(b.root, {0}).node;
+  const NodeId top = tail;
+  for (TokenId i = 0; i < 2000; ++i) b.insert(top, {i});
+  for (TokenId i = 0; i < 2000; ++i) tail = b.insert(tail, {5000 + i}).node;
+  EXPECT_EQ(b.tree.drop(b.page_of(top, 0)), 4001);
+  EXPECT_EQ(b.store.pages().num_in_use(), 0u);
+  EXPECT_TRUE(b.is_told());
+}
+
+TEST(RadixTree, a_snapshot_tells_pages_that_cover_a_part) {
+  TreeBench b(4, {full_layer(), window_layer(4), ssm_layer()});
+  const auto nodes = b.insert_chain(iota_tokens(8), {0});
+  b.attach(nodes[0], 1, 3);
+  b.attach(nodes[1], 1, 4);
+  b.attach(nodes[1], 2, 4);
+  EXPECT_TRUE(b.is_told());
+  EventListener late;
+  late.restart(b.tree.snapshot());
+  EXPECT_EQ(late.compare(b.tree, b.store), std::nullopt);
+  EXPECT_EQ(b.tree.snapshot().size(), 5u) << "a root, two blocks, a part and a state";
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <random>
 #include <set>
 
@@ -10,13 +11,18 @@
 namespace helicore::kv {
 namespace {
 
+const CacheDevice& device() {
+  static const std::unique_ptr<CacheDevice> cpu = make_cache_device({});
+  return *cpu;
+}
+
 // Releases `slot` although it is free; what must happen depends on the build.
 void release_again(SlotAllocator& slots, SlotId slot) {
 #ifdef HELICORE_DEBUG_CHECKS
-  EXPECT_THROW(slots.release(slot), InternalError);
+  EXPECT_THROW(slots.release(slot, TimePoint(), device()), InternalError);
 #else
   const uint64_t before = slots.num_double_releases();
-  slots.release(slot);
+  slots.release(slot, TimePoint(), device());
   EXPECT_EQ(slots.num_double_releases(), before + 1);
 #endif
 }
@@ -25,7 +31,7 @@ TEST(SlotAllocator, a_slot_released_twice_is_free_once) {
   SlotAllocator slots(4);
   const SlotId b = slots.allocate();
   (void)slots.allocate();
-  slots.release(b);
+  slots.release(b, TimePoint(), device());
   release_again(slots, b);
   release_again(slots, b);
   EXPECT_EQ(slots.num_free(), 3);
@@ -46,8 +52,8 @@ TEST(SlotAllocator, recycles_the_oldest_release_before_a_fresh_slot) {
   SlotAllocator slots(4);
   const SlotId a = slots.allocate();
   const SlotId b = slots.allocate();
-  slots.release(b);
-  slots.release(a);
+  slots.release(b, TimePoint(), device());
+  slots.release(a, TimePoint(), device());
   EXPECT_EQ(slots.allocate(), b);
   EXPECT_EQ(slots.allocate(), a);
   EXPECT_EQ(slots.allocate(), SlotId(2));
@@ -69,7 +75,7 @@ TEST(SlotAllocator, random_use_agrees_with_a_set) {
       ASSERT_TRUE(model.insert(held.back().value()).second) << "slot handed out twice";
     } else {
       const size_t at = random() % held.size();
-      slots.release(held[at]);
+      slots.release(held[at], TimePoint(), device());
       model.erase(held[at].value());
       held[at] = held.back();
       held.pop_back();

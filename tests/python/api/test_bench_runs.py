@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helicore import LLM, KVCacheConfig
-from helicore.bench import kv, latency, throughput
+from helicore.bench import latency, throughput
 from helicore.bench.throughput import Row
 from helicore.bench.transformers_peer import TransformersPeer
 from helicore.cli import bench as cli_bench
@@ -83,14 +83,6 @@ def test_latency_reports_steps_of_the_executor(llm: LLM) -> None:
     names = [result.name for result in latency.run(llm, config).results]
     assert {"ttft_b3", "e2e_b3", "inter_token_b3_p50", "executor_step_b3_p50"} <= set(names)
     assert not llm.engine.has_unfinished()
-
-
-def test_kv_measures_every_operation() -> None:
-    report = kv.run(kv.KVBenchConfig(block_size=16, context=64, rounds=1, steps=3))
-    names = [result.name for result in report.results]
-    assert "decode_step_b64" in names
-    assert "match_10k" in names
-    assert all(result.value > 0 for result in report.results)
 
 
 def test_the_command_prints_json_last_and_writes_a_file(

@@ -170,9 +170,15 @@ def fake_engine(
     weight: float = 0,
     disk: Path | None = None,
     disk_pages: int = 256,
+    swap_pages: int = 0,
+    swap_disk_pages: int = 0,
+    swap_path: Path | None = None,
     **overrides: Any,
 ) -> tuple[Engine, FakeModel]:
-    """An engine over a FakeModel with a pool of num_pages pages (more for tiny pages)."""
+    """An engine over a FakeModel with a pool of num_pages pages (more for tiny pages).
+
+    swap_pages: of the host level below it; swap_disk_pages: of the level in files of swap_path.
+    """
     page_bytes = block_size * ROW * NUM_LAYERS * 4
     config = EngineConfig(
         max_model_len=max_model_len,
@@ -183,6 +189,9 @@ def fake_engine(
             enable_prefix_caching=enable_prefix_caching,
             disk_path=None if disk is None else str(disk),
             disk_gb=0 if disk is None else disk_pages * page_bytes / 2**30,
+            swap_host_gb=swap_pages * page_bytes / 2**30,
+            swap_disk_gb=swap_disk_pages * page_bytes / 2**30,
+            swap_path=None if swap_path is None else str(swap_path),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -150,7 +150,8 @@ def test_some_request_always_finishes_within_a_bound(seed: int) -> None:
 @pytest.mark.usefixtures("quick")
 def test_prefill_first_would_break_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with decodes left out while prompts run, the first test must fail."""
-    from helicore.executor.scheduler import Scheduler, Step
+    from helicore.executor.scheduler import Scheduler
+    from helicore.executor.steps import Step
 
     plan = Scheduler.schedule
 

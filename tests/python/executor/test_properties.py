@@ -18,7 +18,7 @@ MAX_STEPS = 4000
 class Traffic:
     """Feeds an engine and holds every update against the expected tokens."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
         block_size = rng.choice([1, 16, 32])
@@ -29,6 +29,7 @@ class Traffic:
             max_num_batched_tokens=rng.choice([8, 16, 64]),
             max_concurrent_prefills=rng.choice([1, 2, 8]),
             enable_prefix_caching=rng.random() < 0.7,
+            **options,
         )
         self.stem = [rng.randrange(2, VOCAB) for _ in range(60)]
         self.expected: dict[tuple[str, int], list[int]] = {}
@@ -94,7 +95,8 @@ def test_random_traffic_gives_every_request_its_own_tokens(seed: int) -> None:
 def test_the_traffic_reaches_preemption_reuse_and_stops() -> None:
     counters = [Traffic(seed).run().counters for seed in range(4)]
     assert sum(c.preemptions for c in counters) > 10
-    assert sum(c.prefix_cache_hits for c in counters) > 200
+    assert sum(c.prefix_cache_hits for c in counters) > 50
+    assert sum(c.forks for c in counters) > 20
     assert sum(c.finished_stop for c in counters) > 20
     assert sum(c.finished_length for c in counters) > 20
     assert sum(c.finished_abort for c in counters) > 0

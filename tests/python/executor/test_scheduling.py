@@ -133,34 +133,6 @@ def test_different_reuse_scopes_share_nothing() -> None:
     assert found == [0, 0, 0, 69]
 
 
-def test_siblings_compute_their_prompt_once() -> None:
-    engine, model = fake_engine(block_size=16)
-    prompt = prompt_of(75)  # four full pages and a tail
-    engine.add_request("a", prompt, greedy(8, n=4, ignore_eos=True))
-    results = drain(engine)
-    assert len(results) == 4
-    for updates in results.values():
-        assert tokens_of(updates) == greedy_output(prompt, 8, eos=False)
-    recomputed = sum(length for first, length in model.computed if first < 75) - 75
-    assert recomputed <= 3 * (75 - 64), "siblings recompute no more than the unfilled page"
-    assert_no_page_is_lost(engine)
-
-
-def test_siblings_run_side_by_side() -> None:
-    engine, model = fake_engine()
-    engine.add_request("a", prompt_of(20), greedy(10, n=5, ignore_eos=True))
-    drain(engine)
-    assert max(requests for requests, _ in model.batches) == 5
-
-
-def test_siblings_finish_when_the_first_one_ends_at_once() -> None:
-    engine, _ = fake_engine()
-    engine.add_request("a", prompt_of(20), greedy(1, n=3))
-    results = drain(engine)
-    assert len(results) == 3
-    assert all(updates[-1].finish_reason for updates in results.values())
-
-
 def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
     engine, _ = fake_engine(num_pages=9, block_size=16)
     prompts = [prompt_of(40, i) for i in range(3)]  # three pages each, five when done

@@ -1,0 +1,261 @@
+// Committing: what becomes final, what the tree shows of it, and snapshots of recurrent state.
+#include <algorithm>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/kv_cache.h"
+#include "helicore/kv/manager_state.h"
+
+namespace helicore::kv {
+
+void KVCache::commit_locked(std::span<const TokenId> tokens, bool is_end) {
+  if (may_share_) check_forked_commit(tokens);
+  const auto block = static_cast<size_t>(tokens_per_block_);
+  const int32_t history =
+      std::max(history_length_, num_committed_ + static_cast<int32_t>(tokens.size()));
+  if (makes_stale(history)) advance_history(history);
+  history_length_ = history;
+  while (tail_tokens_.size() + tokens.size() >= block) {
+    const size_t taken = block - tail_tokens_.size();
+    if (tail_tokens_.empty()) {
+      commit_full_block(tokens.first(block));
+    } else {
+      tail_tokens_.insert(tail_tokens_.end(), tokens.begin(),
+                          tokens.begin() + static_cast<std::ptrdiff_t>(taken));
+      commit_full_block(tail_tokens_);
+      tail_tokens_.clear();
+    }
+    num_committed_ += static_cast<int32_t>(taken);
+    tokens = tokens.subspan(taken);
+  }
+  commit_into_tail(tokens);
+  if (is_end) {
+    stop_committing_locked(true);
+  } else if (state_->ssm) {
+    (void)snapshot_state(false);
+  }
+}
+
+void KVCache::commit_full_block(std::span<const TokenId> tokens) {
+  ManagerState& state = *state_;
+  const int32_t ordinal = state.tree.node(tail_node_).ordinal + 1;
+  std::vector<PageHandle>& shown = state.handles_scratch;
+  shown.assign(tables_.size(), PageHandle());
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const PageHandle own = page(ordinal, lc);
+    if (own.is_null() || state.life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
+    if (is_live(ordinal, lc)) state.store.set_written(own.id, fence());
+    shown[lc] = own;
+  }
+  const InsertResult result = state.tree.insert(tail_node_, tokens, shown);
+  if (result.outcome == InsertOutcome::kExisting) adopt_block(result.node, ordinal);
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    // Kept until now only to be shown.
+    if (is_live(ordinal, lc) || page(ordinal, lc).is_null() || !is_active()) continue;
+    state.store.unhold(page(ordinal, lc));
+    page(ordinal, lc) = PageHandle();
+  }
+  ++state.stats.committed_blocks;
+  state.tree.pin(result.node);
+  state.tree.unpin(tail_node_);
+  tail_node_ = result.node;
+}
+
+void KVCache::adopt_block(NodeId node, int32_t ordinal) {
+  bool is_rebase = false;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (state_->is_ssm(lc) || state_->life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
+    is_rebase |= adopt_page(node, ordinal, lc);
+  }
+  state_->tree.priority_raised(node, priority_);
+  state_->stats.rebased_blocks += is_rebase ? 1 : 0;
+}
+
+bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
+  PageStore& store = state_->store;
+  PageHandle& own = page(ordinal, life_cycle);
+  if (own.is_null()) return false;
+  const PageId theirs = state_->tree.pages(node)[life_cycle];
+  if (theirs == own.id) return false;  // a fork showed the page that we share
+  const PageRecord& mine = store.page(own.id);
+  if (theirs == kNoPage || store.page(theirs).num_tokens < tokens_per_block_) {
+    if (mine.node == kNoNode) {
+      (void)state_->tree.attach(node, LifeCycleId(static_cast<int32_t>(life_cycle)), own,
+                                tokens_per_block_);
+    }
+    return false;
+  }
+  if (!is_live(ordinal, life_cycle)) return true;  // the tree has it: ours goes
+  if (store.page(theirs).level == kHotLevel) {
+    const PageHandle adopted = store.pages().handle(theirs);
+    store.hold(theirs, priority_);
+    store.lock(adopted);
+    wait_for(store.filled(theirs));
+    store.unlock(own, fence());
+    store.unhold(own);
+    own = adopted;
+    tables_[life_cycle].data[ordinal] = store.page(theirs).slot.value();
+    return true;
+  }
+  if (mine.hold_count > 1 || mine.node != kNoNode) return false;  // stays a private duplicate
+  // Theirs is on a colder level: it moves into our slot without a copy.
+  store.promote(theirs, own, priority_);
+  own = store.pages().handle(theirs);
+  return true;
+}
+
+void KVCache::stop_committing_locked(bool may_move_state) {
+  if (commit_state_ != CommitState::kAllowed) return;
+  if (state_->ssm) (void)snapshot_state(may_move_state);
+  publish_tail();
+  commit_state_ = CommitState::kUserStop;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (!state_->has_windows) break;
+    const auto dead = stale(lc, history_length_);
+    for (int32_t b = std::min(dead.end, num_blocks_) - 1; b >= dead.begin; --b) {
+      PageHandle& handle = page(b, lc);
+      if (handle.is_null()) continue;
+      state_->store.unhold(handle);
+      handle = PageHandle();
+    }
+  }
+}
+
+void KVCache::publish_tail() {
+  if (tail_tokens_.empty() || needs_copy_ || !state_->config.enable_partial_reuse) return;
+  const int32_t ordinal = state_->tree.node(tail_node_).ordinal + 1;
+  if (const NodeId shown = shown_node(ordinal); shown != kNoNode) {
+    // Shown by a fork; a longer part may replace it.
+    const auto theirs = state_->tree.tokens(shown);
+    if (state_->tree.node(shown).parent != tail_node_ || theirs.size() > tail_tokens_.size() ||
+        !std::equal(theirs.begin(), theirs.end(), tail_tokens_.begin())) {
+      return;
+    }
+  }
+  std::vector<PageHandle>& pages = state_->handles_scratch;
+  pages.assign(tables_.size(), PageHandle());
+  bool any = false;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const PageHandle own = page(ordinal, lc);
+    if (own.is_null() || state_->life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
+    if (is_live(ordinal, lc)) state_->store.set_written(own.id, fence());
+    pages[lc] = own;
+    any = true;
+  }
+  if (any) (void)state_->tree.insert(tail_node_, tail_tokens_, pages);
+}
+
+NodeId KVCache::insert_tail_copies() {
+  // The sequence goes on writing into its own tail: what is shown is a copy.
+  ManagerState& state = *state_;
+  const int32_t ordinal = state.tree.node(tail_node_).ordinal + 1;
+  std::vector<PageHandle> copies(tables_.size());
+  const auto give_up = [&] {
+    for (PageHandle copy : copies) {
+      if (copy.is_null()) continue;
+      state.store.unlock(copy, fence());
+      state.store.unhold(copy);
+    }
+  };
+  try {
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (!is_tail_copied(ordinal, lc)) continue;
+      copies[lc] = state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
+      state.store.copy_page(page(ordinal, lc), copies[lc], device_stream());
+    }
+  } catch (...) {
+    give_up();
+    throw;
+  }
+  const NodeId node = state.tree.insert(tail_node_, tail_tokens_, copies).node;
+  give_up();  // to the tree
+  return node;
+}
+
+bool KVCache::is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept {
+  return is_live(ordinal, life_cycle) &&
+         state_->life_cycle(life_cycle).policy != ReusePolicy::kPrivate;
+}
+
+bool KVCache::snapshot_state(bool may_move) {
+  ManagerState& state = *state_;
+  const size_t ssm = static_cast<size_t>(state.ssm->value());
+  const bool has_state = !needs_state_ && !state_page_.is_null();
+  if (!has_state || num_committed_ == 0 || history_length_ != num_committed_) return false;
+  const bool moves = may_move && state.store.page(state_page_.id).hold_count == 1;
+  const bool is_aligned = tail_tokens_.empty();
+  if (!is_aligned && (needs_copy_ || !state.config.enable_partial_reuse)) return false;
+  if (!is_active() && !moves) return false;
+  std::vector<int32_t>& need = state.need_scratch;
+  need.assign(state.slots_per_block.count(), 0);
+  if (!moves) ++need[state.group_of(ssm)];
+  const int32_t ordinal = state.tree.node(tail_node_).ordinal + 1;
+  for (size_t lc = 0; lc < tables_.size() && !is_aligned && !moves; ++lc) {
+    need[state.group_of(lc)] += !state.is_ssm(lc) && is_tail_copied(ordinal, lc) ? 1 : 0;
+  }
+  PageHandle snapshot = state_page_;
+  NodeId node = tail_node_;
+  try {
+    if (state.migrator.make_room({.fresh = need})) {
+      ++state.stats.skipped_snapshots;
+      return false;
+    }
+    if (!moves) {
+      snapshot = state.store.allocate(*state.ssm, priority_);
+      state.store.copy_page(state_page_, snapshot, device_stream());
+    }
+    if (!is_aligned) node = moves ? tail_node_with_own_pages() : insert_tail_copies();
+  } catch (const std::exception&) {  // the device refused: reuse is lost, nothing else
+    if (!moves && snapshot != state_page_) {
+      state.store.unlock(snapshot, TimePoint());
+      state.store.unhold(snapshot);
+    }
+    ++state.stats.skipped_snapshots;
+    return false;
+  }
+  if (is_active()) state.store.set_written(snapshot.id, fence());
+  const int32_t position =
+      is_aligned ? tokens_per_block_ : static_cast<int32_t>(tail_tokens_.size());
+  if (node != kNoNode) (void)state.tree.attach(node, *state.ssm, snapshot, position);
+  if (is_active()) state.store.unlock(snapshot, fence());
+  state.store.unhold(snapshot);
+  if (moves) state_page_ = PageHandle();
+  if (node != kNoNode && node != tail_node_) (void)state.tree.prune(node);
+  return true;
+}
+
+NodeId KVCache::tail_node_with_own_pages() {
+  publish_tail();
+  return state_->tree.find_cover(tail_node_, tail_tokens_);
+}
+
+void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
+  const RadixTree& tree = state_->tree;
+  const auto end = num_committed_ + static_cast<int32_t>(tokens.size());
+  if (end > history_length_) {
+    std::vector<int32_t> need(state_->slots_per_block.count());
+    HELICORE_KV_STATE(!add_copies(ceil_div(end, tokens_per_block_), need), "kv.commit", "cache ",
+                      id_, " shares the rows from history_length ", history_length_,
+                      " on with a fork; call resize() before writing them");
+  }
+  // Rows that forks share hold the same tokens; whoever comes second must name the same ones.
+  const auto block = static_cast<size_t>(tokens_per_block_);
+  std::vector<TokenId> next = tail_tokens_;
+  NodeId parent = tail_node_;
+  for (int32_t b = num_full_blocks(); next.size() + tokens.size() >= block; ++b) {
+    const size_t taken = block - next.size();
+    next.insert(next.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
+    tokens = tokens.subspan(taken);
+    const NodeId shown = shown_node(b);
+    if (shown != kNoNode) {
+      const auto theirs = tree.tokens(shown);
+      HELICORE_CHECK(parent != kNoNode && tree.node(shown).parent == parent &&
+                         std::equal(theirs.begin(), theirs.end(), next.begin()),
+                     "kv.commit", "tokens of block ", b,
+                     " must be those that a fork committed for the same rows");
+    }
+    if (parent != kNoNode) parent = tree.find_child(parent, next);
+    next.clear();
+  }
+}
+
+}  // namespace helicore::kv

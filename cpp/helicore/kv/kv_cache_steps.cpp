@@ -1,0 +1,318 @@
+// What a cache does with the lock held: growing, letting go, suspending and coming back.
+#include <algorithm>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/kv_cache.h"
+#include "helicore/kv/manager_state.h"
+
+namespace helicore::kv {
+namespace {
+
+template <typename T>
+void reserve_amortised(std::vector<T>& values, size_t count) {
+  if (count > values.capacity()) {
+    values.reserve(std::max(count, values.capacity() + values.capacity() / 2));
+  }
+}
+
+}  // namespace
+
+bool KVCache::resize_locked(const Cursors& cursors) {
+  ManagerState& state = *state_;
+  if (is_lost_) return fail({.data_lost = true}, state.stats.failed_resizes);
+  const int32_t num_blocks = ceil_div(cursors.capacity, tokens_per_block_);
+  if (const auto reason = make_room_to_resize(cursors, num_blocks)) {
+    return fail(*reason, state.stats.failed_resizes);
+  }
+  if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
+  if (makes_stale(cursors.history)) {
+    advance_history(cursors.history);
+    if (num_blocks > num_blocks_) drop_stale_until(num_blocks, cursors.history);
+  }
+  if (num_blocks > num_blocks_) {
+    grow_locked(num_blocks, cursors.history);
+  } else {
+    shrink_locked(num_blocks);
+  }
+  capacity_ = cursors.capacity;
+  history_length_ = cursors.history;
+  last_failure_.reset();
+  return true;
+}
+
+int32_t KVCache::count_growth(size_t life_cycle, int32_t num_blocks, int32_t history) const {
+  if (state_->is_ssm(life_cycle) || num_blocks <= num_blocks_) return 0;
+  const auto dead = stale(life_cycle, history);
+  const int32_t begin = std::clamp(dead.begin, num_blocks_, num_blocks);
+  const int32_t end = std::clamp(dead.end, num_blocks_, num_blocks);
+  return num_blocks - num_blocks_ - (end - begin);
+}
+
+std::optional<NoRoom> KVCache::make_room_to_resize(const Cursors& cursors, int32_t num_blocks) {
+  ManagerState& state = *state_;
+  std::vector<int32_t>& need = state.need_scratch;
+  need.assign(state.slots_per_block.count(), 0);
+  const bool copies = add_copies(std::min(num_blocks, num_blocks_), need);
+  if (num_blocks <= num_blocks_ && !copies) return std::nullopt;
+  std::vector<int32_t> least;
+  if (copies) least = need;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    need[state.group_of(lc)] += count_growth(lc, num_blocks, cursors.history);
+  }
+  reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
+  reserve_tables(num_blocks);
+  if (!makes_stale(cursors.history)) return state.migrator.make_room({.fresh = need});
+  // Blocks that this resize makes stale give their slots. Private ones are free at once; what the
+  // tree shows is dropped when nothing else will do.
+  std::vector<Yield> yields = count_yields(cursors.history);
+  const auto less = [&](const auto& give) {
+    for (size_t g = 0; g < need.size(); ++g) {
+      need[g] = std::max(copies ? least[g] : 0, need[g] - give(yields[g]));
+    }
+  };
+  less([](const Yield& y) { return y.freed; });
+  auto reason = state.migrator.make_room({.fresh = need});
+  if (!reason) return reason;
+  less([](const Yield& y) { return y.droppable; });
+  return state.migrator.make_room({.fresh = need}) ? reason : std::nullopt;
+}
+
+std::vector<KVCache::Yield> KVCache::count_yields(int32_t history) const {
+  const ManagerState& state = *state_;
+  std::vector<Yield> yields(state.slots_per_block.count());
+  const TimePoint point = fence();
+  if (!point.is_none() && !state.device->is_waitable(point)) return yields;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const auto before = stale(lc, history_length_);
+    const auto after = stale(lc, history);
+    const int32_t end = std::min(after.end, num_blocks_);
+    for (int32_t b = std::max(after.begin, before.end); b < end; ++b) {
+      if (page(b, lc).is_null() || keeps_stale_until_commit(b, lc)) continue;
+      const PageRecord& record = state.store.page(page(b, lc).id);
+      if (record.hold_count > 1) continue;
+      Yield& yield = yields[state.group_of(lc)];
+      ++(record.node == kNoNode ? yield.freed : yield.droppable);
+    }
+  }
+  return yields;
+}
+
+void KVCache::drop_stale_until(int32_t num_blocks, int32_t history) {
+  ManagerState& state = *state_;
+  std::vector<int32_t>& need = state.need_scratch;
+  need.assign(state.slots_per_block.count(), 0);
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    need[state.group_of(lc)] += count_growth(lc, num_blocks, history);
+  }
+  for (PageHandle handle : stale_released_) {
+    if (!state.store.pages().is_current(handle)) continue;
+    const PoolGroupId group(state.store.page(handle.id).pool_group);
+    if (state.store.slots(group).num_free() < need[static_cast<size_t>(group.value())]) {
+      state.migrator.drop(handle);
+    }
+  }
+  stale_released_.clear();
+}
+
+void KVCache::advance_history(int32_t history) {
+  stale_released_.clear();
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (state_->is_ssm(lc)) continue;
+    const auto before = stale(lc, history_length_);
+    const auto after = stale(lc, history);
+    const int32_t begin = std::max(after.begin, before.end);
+    for (int32_t b = std::min(after.end, num_blocks_) - 1; b >= begin; --b) let_go_stale(b, lc);
+  }
+  history_length_ = history;
+}
+
+void KVCache::let_go_stale(int32_t ordinal, size_t life_cycle) {
+  PageHandle& handle = page(ordinal, life_cycle);
+  if (handle.is_null()) return;
+  if (is_active()) {
+    state_->store.unlock(handle, fence());
+    tables_[life_cycle].data[ordinal] = kBadPageIndex;
+  }
+  if (keeps_stale_until_commit(ordinal, life_cycle)) return;
+  if (state_->store.page(handle.id).node != kNoNode) stale_released_.push_back(handle);
+  state_->store.unhold(handle);
+  handle = PageHandle();
+}
+
+bool KVCache::keeps_stale_until_commit(int32_t ordinal, size_t life_cycle) const noexcept {
+  return commit_state_ == CommitState::kAllowed && ordinal >= num_full_blocks() &&
+         !state_->config.commit_min_snapshot &&
+         state_->life_cycle(life_cycle).policy != ReusePolicy::kPrivate;
+}
+
+PageHandle KVCache::fresh_page(size_t life_cycle) {
+  const PageHandle handle =
+      state_->store.allocate(LifeCycleId(static_cast<int32_t>(life_cycle)), priority_);
+  wait_for(state_->store.filled(handle.id));
+  return handle;
+}
+
+void KVCache::grow_locked(int32_t num_blocks, int32_t history) {
+  ManagerState& state = *state_;
+  const auto added = static_cast<size_t>(num_blocks - num_blocks_);
+  pages_.resize(static_cast<size_t>(num_blocks) * tables_.size());
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const auto dead = stale(lc, history);
+    const bool has_pages = !state.is_ssm(lc);
+    for (int32_t b = num_blocks_; b < num_blocks; ++b) {
+      tables_[lc].data[b] = kBadPageIndex;
+      if (!has_pages || dead.contains(b)) continue;
+      const PageHandle handle = fresh_page(lc);
+      page(b, lc) = handle;
+      tables_[lc].data[b] = state.store.page(handle.id).slot.value();
+    }
+  }
+  num_blocks_ = num_blocks;
+  state.stats.allocated_blocks += added;
+}
+
+void KVCache::shrink_locked(int32_t num_blocks) {
+  for (int32_t b = num_blocks_ - 1; b >= num_blocks; --b) release_block_locked(b);
+  pages_.resize(static_cast<size_t>(num_blocks) * tables_.size());
+  num_blocks_ = num_blocks;
+}
+
+void KVCache::release_block_locked(int32_t ordinal) {
+  for (size_t lc = 0; lc < tables_.size(); ++lc) release_page(ordinal, lc);
+}
+
+void KVCache::release_page(int32_t ordinal, size_t life_cycle) {
+  PageHandle& handle = page(ordinal, life_cycle);
+  if (handle.is_null()) return;
+  if (is_live(ordinal, life_cycle)) {
+    state_->store.unlock(handle, fence());
+    tables_[life_cycle].data[ordinal] = kBadPageIndex;
+  }
+  state_->store.unhold(handle);
+  handle = PageHandle();
+}
+
+void KVCache::release_state() {
+  if (state_page_.is_null()) return;
+  if (is_active()) state_->store.unlock(state_page_, fence());
+  state_->store.unhold(state_page_);
+  state_page_ = PageHandle();
+}
+
+bool KVCache::resume_locked(std::optional<int64_t> stream) {
+  ManagerState& state = *state_;
+  if (is_lost_) return fail({.data_lost = true}, state.stats.failed_resumes);
+  if (const auto reason = state.utilisation_gate()) {
+    return fail(*reason, state.stats.failed_resumes);
+  }
+  std::vector<int32_t>& need = state.need_scratch;
+  need.assign(state.slots_per_block.count(), 0);
+  (void)add_copies(num_blocks_, need);
+  std::vector<PageId>& pages = state.pages_scratch;
+  pages.clear();
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (state.is_ssm(lc)) continue;
+    const auto dead = stale(lc, history_length_);
+    for (int32_t b = 0; b < num_blocks_; ++b) {
+      const PageHandle handle = page(b, lc);
+      if (dead.contains(b)) continue;
+      if (handle.is_null()) {
+        ++need[state.group_of(lc)];  // not reused: a page of its own
+      } else if (!must_copy(b, lc) || state.store.page(handle.id).level == kHotLevel) {
+        pages.push_back(handle.id);
+      }
+    }
+  }
+  if (!state_page_.is_null() && !must_copy_state()) pages.push_back(state_page_.id);
+  if (const auto reason = state.migrator.make_room({.fresh = need, .pages = pages})) {
+    return fail(*reason, state.stats.failed_resumes);
+  }
+  if (stream) stream_ = stream;
+  if (needs_copy_ || may_share_ || needs_state_) copy_blocks_locked(num_blocks_);
+  status_ = CacheStatus::kActive;
+  lock_pages();
+  last_failure_.reset();
+  ++state.num_active;
+  ++state.stats.num_resumes;
+  return true;
+}
+
+void KVCache::lock_pages() {
+  PageStore& store = state_->store;
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (state_->is_ssm(lc)) continue;
+    const auto dead = stale(lc, history_length_);
+    for (int32_t b = 0; b < num_blocks_; ++b) {
+      if (dead.contains(b)) continue;
+      PageHandle& handle = page(b, lc);
+      if (handle.is_null()) {
+        handle = fresh_page(lc);
+      } else {
+        store.lock(handle);
+        wait_for(store.filled(handle.id));
+      }
+      tables_[lc].data[b] = store.page(handle.id).slot.value();
+    }
+  }
+  if (state_page_.is_null()) return;
+  store.lock(state_page_);
+  wait_for(store.filled(state_page_.id));
+}
+
+void KVCache::suspend_locked() {
+  PageStore& store = state_->store;
+  if (!state_page_.is_null()) store.unlock(state_page_, fence());
+  // Last block first: it leaves the level before those in front of it.
+  for (int32_t b = num_blocks_ - 1; b >= 0; --b) {
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (is_live(b, lc)) store.unlock(page(b, lc), fence());
+    }
+  }
+  for (IndexTable& table : tables_) {
+    std::fill_n(table.data, static_cast<size_t>(num_blocks_), kBadPageIndex);
+    if (table.is_external) table.move_to_own(static_cast<size_t>(num_blocks_), 0);
+  }
+  max_blocks_ = INT32_MAX;
+  status_ = CacheStatus::kSuspended;
+  --state_->num_active;
+  ++state_->stats.num_suspends;
+}
+
+void KVCache::close_locked() {
+  if (commit_state_ == CommitState::kAllowed && !is_lost_) {
+    try {
+      state_->tree.reserve_nodes(2);
+      stop_committing_locked(true);
+    } catch (const std::exception&) {
+      commit_state_ = CommitState::kUserStop;  // the partial block is not offered for reuse
+    }
+  }
+  commit_state_ = CommitState::kUserStop;
+  release_state();
+  shrink_locked(0);
+  state_->tree.unpin(tail_node_);
+  tail_node_ = kNoNode;
+  if (is_active()) --state_->num_active;
+  status_ = CacheStatus::kClosed;
+  for (IndexTable& table : tables_) {
+    table.data = table.own.data();
+    table.is_external = false;
+  }
+  unregister();
+}
+
+void KVCache::look_for_lost_pages() noexcept {
+  const auto is_lost = [&](PageHandle handle) {
+    return !handle.is_null() && state_->store.page(handle.id).lost;
+  };
+  is_lost_ = is_lost_ || is_lost(state_page_) || std::any_of(pages_.begin(), pages_.end(), is_lost);
+}
+
+void KVCache::unregister() noexcept {
+  std::vector<KVCache*>& caches = state_->caches;
+  caches[registry_index_] = caches.back();
+  caches[registry_index_]->registry_index_ = registry_index_;
+  caches.pop_back();
+}
+
+}  // namespace helicore::kv

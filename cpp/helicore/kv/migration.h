@@ -1,0 +1,90 @@
+// Making room: which pages leave which level, and who comes in, planned with counts before anything
+// moves.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "helicore/kv/page_store.h"
+#include "helicore/kv/radix_tree.h"
+#include "helicore/kv/stats.h"
+
+namespace helicore::kv {
+
+// What an operation needs of one level.
+struct RoomRequest {
+  int level = kHotLevel;
+  // Empty slots per pool group at `level`; may be empty: none.
+  std::span<const int32_t> fresh{};
+  // Pages that must be on `level` or hotter afterwards: colder ones come up, and none of them is
+  // pushed down.
+  std::span<const PageId> pages{};
+};
+
+// Pages leave a level in the order of its eviction queue, for the next colder level, and the last
+// level drops what nobody holds. Counts decide first, for every level at once, so that an operation
+// either has all it needs or has changed nothing. One slot per pool group of each colder level is
+// kept for pages in passing: with it, pages can change places one by one when every level is full,
+// so that a cache can be resumed whenever the memory of all levels together suffices. Not
+// thread-safe: the manager's lock guards it.
+class Migrator {
+ public:
+  Migrator(PageStore& store, RadixTree& tree, const StorageLayout& layout, MigrationStats& stats);
+
+  // Why there is no room; nullopt after making it. When there is none, nothing has changed. Throws
+  // what the device throws; pages may then be on other levels than before, which nobody notices.
+  [[nodiscard]] std::optional<NoRoom> make_room(const RoomRequest& request);
+  // The same question without doing anything.
+  [[nodiscard]] std::optional<NoRoom> check_room(const RoomRequest& request);
+  // Drops a page that nobody holds, with what depends on it.
+  void drop(PageHandle page);
+  // Slots that one level can give to new pages, whatever is evicted.
+  [[nodiscard]] int32_t num_available(PoolGroupId group, int level) const noexcept;
+  // Sends pages of one group and level to colder levels, or drops them on the last one. When that
+  // can't be done for all of them nothing has changed.
+  [[nodiscard]] std::optional<NoRoom> push_down(std::span<const PageId> pages);
+
+ private:
+  struct GroupPlan {
+    std::vector<std::vector<PageHandle>> down;  // [level where they go], coldest first
+    std::vector<PageHandle> up;                 // pages that come to the request's level
+    std::vector<PageHandle> drops;
+    int32_t fresh = 0;
+    void clear();
+  };
+  // Takes the marks off the pages of the plan when it ends, however it ends.
+  class Marks;
+
+  [[nodiscard]] std::optional<NoRoom> plan(const RoomRequest& request);
+  [[nodiscard]] std::optional<NoRoom> plan_group(PoolGroupId group, int level);
+  // Finds places below `level` for victims_.
+  [[nodiscard]] std::optional<NoRoom> place_victims(PoolGroupId group, int level);
+  // Takes victims_ into `level`; what leaves in their stead stays in victims_. Returns how many
+  // slots are missing.
+  [[nodiscard]] int32_t absorb(PoolGroupId group, int level);
+  // The next `count` pages of the level's queue into victims_; how many it found.
+  int32_t pick_victims(PoolGroupId group, int level, int32_t count);
+  // The first page from `id` on that the plan may take.
+  [[nodiscard]] PageId next_victim(PoolGroupId group, int level, PageId id) const noexcept;
+  void mark(PageId id);
+  void execute(int level);
+  void execute_group(PoolGroupId group, int level);
+  // Moves pages from the front of the list while there is room; true when it did something.
+  bool move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroupId group, int level);
+  [[nodiscard]] NoRoom no_room(PoolGroupId group, int level, int64_t needed) const;
+  [[nodiscard]] int32_t bounce(PoolGroupId group, int level) const noexcept;
+
+  PageStore& store_;
+  RadixTree& tree_;
+  const StorageLayout& layout_;
+  MigrationStats& stats_;
+  TypedVec<PoolGroupId, GroupPlan> plans_;
+  std::vector<PageHandle> victims_;  // leaving the level that is being planned, in order
+  std::vector<PageHandle> marked_;
+  std::vector<PageId> batch_;
+  std::vector<PageId> useless_;
+};
+
+}  // namespace helicore::kv
