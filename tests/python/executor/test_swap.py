@@ -11,7 +11,6 @@ import pytest
 from executor.driving import Updates, drain, tokens_of
 from executor.fake_model import VOCAB, FakeModel, fake_engine, greedy_output
 from executor.test_properties import Traffic
-from helicore import kv
 from helicore.executor.engine import Engine
 from helicore.executor.kv_pool import KVPool, Parked, Resumed
 from helicore.sampling_params import SamplingParams
@@ -45,8 +44,6 @@ def options(
         monkeypatch.setattr(KVPool, "prefetch", lambda self, parked: None)
         monkeypatch.setattr(KVPool, "count_moves", lambda self, levels: None)
         return {}
-    if not hasattr(kv.KVCacheManager, "num_levels"):
-        pytest.skip("the manager has one level")
     options: dict[str, Any] = {}
     if "host" in request.param:
         options["swap_pages"] = 64
@@ -72,16 +69,16 @@ def rows(model: FakeModel) -> int:
 def test_a_preempted_sequence_goes_on_without_recomputation(options: dict[str, Any]) -> None:
     if not has_lower_level(options):
         pytest.skip("pages that stay on the only level give no room")
-    engine, model = fake_engine(num_pages=9, block_size=16, **options)
-    prompts = [prompt_of(40, i) for i in range(3)]
+    engine, model = fake_engine(num_pages=7, block_size=16, **options)
+    prompts = [prompt_of(12, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(40))
+        engine.add_request(str(i), prompt, greedy(70))
     results = drain(engine)
     for i, prompt in enumerate(prompts):
-        assert tokens_of(results[str(i), 0]) == greedy_output(prompt, 40, eos=False)
+        assert tokens_of(results[str(i), 0]) == greedy_output(prompt, 70, eos=False)
     counters = engine.counters
-    assert counters.preemptions == counters.suspends == counters.resumes > 0
-    assert rows(model) == 3 * (40 + 39), "every row was computed once"
+    assert counters.preemptions == counters.suspends == counters.resumes > 3
+    assert rows(model) == 6 * (12 + 69) - counters.prefix_cache_hits, "each row once"
     assert counters.levels[1].offloaded_pages > 0
     assert counters.levels[1].onboarded_pages > 0
     assert counters.levels[1].offloaded_bytes == counters.levels[1].offloaded_pages * 16 * 32 * 8
@@ -244,12 +241,9 @@ def test_a_running_sequence_that_lost_rows_is_recomputed_alone(
 
 
 def test_a_full_lower_level_falls_back_to_recomputation(options: dict[str, Any]) -> None:
-    if not has_lower_level(options):
-        pytest.skip("there is none")
-    for name in ("swap_pages", "swap_disk_pages"):
-        if name in options:
-            options[name] = 2
-    engine, _ = fake_engine(num_pages=9, block_size=16, **options)
+    if list(options) != ["swap_pages"]:
+        pytest.skip("two pages on disk are rounded up to many")
+    engine, _ = fake_engine(num_pages=9, block_size=16, swap_pages=2)
     expected = {}
     for i in range(8):
         prompt = prompt_of(30, i)
