@@ -152,12 +152,6 @@ class KVCache {
     int32_t capacity = 0;
     int32_t history = 0;
   };
-  // A page that takes the place of one that others see too.
-  struct Replacement {
-    int32_t ordinal = 0;
-    size_t life_cycle = 0;
-    PageHandle fresh;
-  };
   // Validates the arguments of resize; changes nothing.
   [[nodiscard]] Cursors check_resize(std::optional<int64_t> capacity,
                                      std::optional<int64_t> history) const;
@@ -286,14 +280,7 @@ class KVCache {
   std::vector<TimePoint> waits_;      // what the stream waits for before it goes on
   std::vector<PageHandle> stale_released_;
   std::vector<Replacement> replacements_;
-  struct Prefetch {
-    uint64_t serial = 0;
-    int level = kHotLevel;
-    std::vector<PageHandle> pages;  // still to come, last first
-    TimePoint arrival;              // of the batch under way
-    bool is_short = false;          // there was no room for everything
-  };
-  Prefetch prefetch_;
+  PrefetchState prefetch_;
   std::optional<NoRoom> last_failure_;
   std::optional<int64_t> stream_;
   int64_t id_;

@@ -85,7 +85,7 @@ bool PrefetchTicket::is_done() {
   if (cache_ == nullptr || cache_->prefetch_.serial != serial_ || cache_->state_ == nullptr) {
     return true;
   }
-  const KVCache::Prefetch& own = cache_->prefetch_;
+  const PrefetchState& own = cache_->prefetch_;
   CacheDevice& device = *cache_->state_->device;
   if (!device.reached(own.arrival)) return false;
   if (own.pages.empty()) return true;
@@ -107,7 +107,7 @@ bool PrefetchTicket::is_complete() const noexcept {
   if (cache_ == nullptr || cache_->prefetch_.serial != serial_ || cache_->state_ == nullptr) {
     return false;
   }
-  const KVCache::Prefetch& own = cache_->prefetch_;
+  const PrefetchState& own = cache_->prefetch_;
   return own.pages.empty() && !own.is_short && cache_->state_->device->reached(own.arrival);
 }
 

@@ -23,8 +23,12 @@ std::unique_ptr<CacheDevice> device_for(const KVCacheManagerConfig& config,
                                         std::unique_ptr<CacheDevice> given) {
   if (given == nullptr) {
     const bool on_gpu = tier_of(config.cache_tiers[0]) == CacheTier::kGpuMem;
-    given = make_cache_device({.type = on_gpu ? DeviceType::kCuda : DeviceType::kCpu,
-                               .index = on_gpu ? config.device_index : 0});
+    try {
+      given = make_cache_device({.type = on_gpu ? DeviceType::kCuda : DeviceType::kCpu,
+                                 .index = on_gpu ? config.device_index : 0});
+    } catch (const NotSupported& error) {
+      throw NotSupported(detail::concat("[kv.config] cache_tiers[0]: ", error.what()));
+    }
   }
   for (size_t level = 0; level < config.cache_tiers.size(); ++level) {
     const CacheTier tier = tier_of(config.cache_tiers[level]);

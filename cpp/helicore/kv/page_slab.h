@@ -23,6 +23,13 @@ struct PageHandle {
   friend bool operator==(const PageHandle&, const PageHandle&) = default;
 };
 
+// A page that takes the place of one that others see too.
+struct Replacement {
+  int32_t ordinal = 0;  // block; -1: the recurrent state
+  size_t life_cycle = 0;
+  PageHandle fresh{};
+};
+
 struct PageRecord {
   SlotId slot{kBadPageIndex};
   uint32_t generation = 0;

@@ -2,10 +2,24 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "helicore/kv/page_slab.h"
+#include "helicore/kv/timeline.h"
+#include "helicore/kv/types.h"
 
 namespace helicore::kv {
 
 class KVCache;
+
+// What a cache remembers of its prefetch.
+struct PrefetchState {
+  uint64_t serial = 0;
+  int level = kHotLevel;
+  std::vector<PageHandle> pages{};  // still to come, last first
+  TimePoint arrival{};              // of the batch under way
+  bool is_short = false;            // there was no room for everything
+};
 
 // Pages of a suspended cache on their way to a hotter level. The cache must outlive it.
 class PrefetchTicket {

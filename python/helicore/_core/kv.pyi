@@ -10,6 +10,7 @@ import typing
 
 __all__: list[str] = [
     "AttentionLayerConfig",
+    "AttentionReusePolicy",
     "BAD_PAGE_INDEX",
     "BatchDesc",
     "BlockRef",
@@ -22,6 +23,7 @@ __all__: list[str] = [
     "CoalescedBuffer",
     "CommitState",
     "DEFAULT_BEAM_INDEX",
+    "DataLostError",
     "DiskCacheTierConfig",
     "EventKind",
     "GPU_LEVEL",
@@ -37,6 +39,7 @@ __all__: list[str] = [
     "KVEvent",
     "LayerType",
     "LogicError",
+    "MigrationCounters",
     "NoRoom",
     "OnMismatch",
     "OutOfPagesError",
@@ -49,6 +52,7 @@ __all__: list[str] = [
     "PoolDesc",
     "PoolGroupDesc",
     "PoolGroupStatistics",
+    "PrefetchTicket",
     "PrefixMatch",
     "PrefixStore",
     "PrefixStoreStats",
@@ -73,6 +77,13 @@ class CacheDomain(enum.IntEnum):
 
     TARGET = 0
     DRAFT = 1
+
+class AttentionReusePolicy(enum.Enum):
+    """What prefix reuse means for a layer's pages."""
+
+    REQUIRED = 0
+    PRIVATE = 1
+    OPTIONAL = 2
 
 class LayerType(enum.IntEnum):
     """Kind of a layer's state."""
@@ -177,6 +188,7 @@ class AttentionLayerConfig:
         sliding_window_size: int | None = None,
         num_sink_tokens: int | None = None,
         cache_domain: CacheDomain = ...,
+        reuse_policy: AttentionReusePolicy = ...,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property
@@ -187,6 +199,8 @@ class AttentionLayerConfig:
     def layer_id(self) -> int: ...
     @property
     def num_sink_tokens(self) -> int | None: ...
+    @property
+    def reuse_policy(self) -> AttentionReusePolicy: ...
     @property
     def sliding_window_size(self) -> int | None: ...
     @property
@@ -279,6 +293,8 @@ class KVCacheManagerConfig:
         rebalance_ratio_threshold: float = 1.25,
         rebalance_moving_average_decay: float = 0.9999,
         event_buffer_size: int = 0,
+        draft_reuse_match_backoff: int | None = None,
+        device_index: int = 0,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property
@@ -289,6 +305,10 @@ class KVCacheManagerConfig:
     def commit_min_snapshot(self) -> bool: ...
     @property
     def constraints(self) -> list[BatchDesc]: ...
+    @property
+    def device_index(self) -> int: ...
+    @property
+    def draft_reuse_match_backoff(self) -> int | None: ...
     @property
     def enable_partial_reuse(self) -> bool: ...
     @property
@@ -407,6 +427,9 @@ class NoRoom:
     def __repr__(self) -> str: ...
     def __str__(self) -> str: ...
     @property
+    def data_lost(self) -> bool:
+        """Pages could not be read back: close the cache."""
+    @property
     def domain(self) -> CacheDomain: ...
     @property
     def evictable(self) -> int: ...
@@ -420,6 +443,9 @@ class NoRoom:
     @property
     def over_utilisation(self) -> bool:
         """Refused by max_util_for_resume, not by the count."""
+    @property
+    def pending(self) -> int:
+        """Slots that come free when a submitted step is done."""
     @property
     def pool_group(self) -> int: ...
 
@@ -436,6 +462,8 @@ class PoolGroupStatistics:
     def evictable(self) -> int: ...
     @property
     def free(self) -> int: ...
+    @property
+    def pending(self) -> int: ...
     @property
     def pool_group(self) -> int: ...
     @property
@@ -469,6 +497,8 @@ class KVCacheStats:
     @property
     def lookup_tokens(self) -> int: ...
     @property
+    def lost_pages(self) -> int: ...
+    @property
     def missed_blocks(self) -> int: ...
     @property
     def num_forks(self) -> int: ...
@@ -482,6 +512,29 @@ class KVCacheStats:
     def partial_reused_blocks(self) -> int: ...
     @property
     def rebased_blocks(self) -> int: ...
+    @property
+    def skipped_snapshots(self) -> int: ...
+
+class MigrationCounters:
+    """Pages of one layer group that passed through one level."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def dropped_pages(self) -> int: ...
+    @property
+    def offloaded_bytes(self) -> int: ...
+    @property
+    def offloaded_pages(self) -> int:
+        """Came from above."""
+    @property
+    def onboarded_bytes(self) -> int: ...
+    @property
+    def onboarded_pages(self) -> int:
+        """Left for above."""
+    @property
+    def unwritten_pages(self) -> int:
+        """Offloaded to a copy that was still there."""
 
 class EventKind(enum.Enum):
     """What a KVEvent tells."""
@@ -521,8 +574,21 @@ class LogicError(RuntimeError):
 class ResourceBusyError(RuntimeError):
     pass
 
+class DataLostError(RuntimeError):
+    pass
+
 class OutOfPagesError(RuntimeError):
     pass
+
+class PrefetchTicket:
+    """Pages on their way to a hotter level."""
+    def cancel(self) -> None:
+        """Start nothing more."""
+    def is_done(self) -> bool:
+        """Nothing is left to do. Starts the next batch when one has arrived: poll it per step."""
+    @property
+    def is_complete(self) -> bool:
+        """Every page arrived."""
 
 class KVCache:
     """
@@ -548,6 +614,8 @@ class KVCache:
         self, group: int = 0, beam: int = 0
     ) -> numpy.typing.NDArray[numpy.int32]:
         """Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, set_base_page_index_buf or close of this cache."""
+    def prefetch(self, level: int = 0) -> PrefetchTicket:
+        """Bring the pages of a SUSPENDED cache up to `level` in the background; best effort."""
     def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
         """
         Set the cursors, in tokens; None keeps one. False when there is no room: nothing changed.
@@ -568,6 +636,9 @@ class KVCache:
         """Rewind capacity and history to num_tokens, in [num_committed_tokens, capacity]; blocks past the end go at once. Needs no page."""
     @property
     def beam_width(self) -> int: ...
+    @property
+    def cached_tokens_by_level(self) -> list[int]:
+        """num_reused_tokens by the level of the coldest page of their block."""
     @property
     def capacity(self) -> int:
         """Tokens with storage. Setting it raises OutOfPagesError when there is no room."""
@@ -590,6 +661,9 @@ class KVCache:
     @property
     def is_active(self) -> bool: ...
     @property
+    def is_lost(self) -> bool:
+        """Pages were lost: the cache can only be closed."""
+    @property
     def last_failure(self) -> NoRoom | None:
         """Why the last resume or resize returned False; None after a success."""
     @property
@@ -603,6 +677,9 @@ class KVCache:
     def priority(self) -> int: ...
     @property
     def reuse_scope(self) -> ReuseScope: ...
+    @property
+    def ssm_base_index(self) -> int:
+        """Slot of the recurrent state."""
     @property
     def status(self) -> CacheStatus: ...
     @property
@@ -653,6 +730,8 @@ class KVCacheManager:
         """Address that page indices of the buffer count from."""
     def get_mem_pool_view(self, layer_id: int, role: str) -> numpy.typing.NDArray[numpy.uint8]:
         """Writable uint8 [num_slots, block bytes] over the pool; row s is the block in slot s."""
+    def get_migration_stats(self) -> list[list[MigrationCounters]]:
+        """[level][layer group] counters since the manager was made."""
     def get_page_index_converter(self, layer_id: int, role: str) -> PageIndexConverter: ...
     def get_page_index_scale(self, layer_id: int, role: str) -> int:
         """Base page index times this is the page index (times expansion, see the converter)."""
@@ -665,6 +744,7 @@ class KVCacheManager:
     def get_stats(self) -> KVCacheStats: ...
     def get_storage_statistics(self, level: int = 0) -> list[PoolGroupStatistics]:
         """One entry per pool group: total, free and evictable slots."""
+    def get_tier(self, level: int) -> CacheTier: ...
     def probe_reuse(
         self,
         input_tokens: collections.abc.Sequence[int]
@@ -712,6 +792,8 @@ class KVCacheManager:
     def num_dropped_events(self) -> int: ...
     @property
     def num_layer_groups(self) -> int: ...
+    @property
+    def num_levels(self) -> int: ...
     @property
     def num_open_caches(self) -> int: ...
     @property

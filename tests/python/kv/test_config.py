@@ -138,16 +138,6 @@ def test_tiers_know_their_kind(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        (lambda: {"cache_tiers": [kv.GpuCacheTierConfig(1 << 20)]}, r"cache_tiers\[0\]"),
-        (lambda: {"cache_tiers": [kv.HostCacheTierConfig(1 << 20)] * 2}, "cache_tiers"),
-        (lambda: {"layers": [layer(sliding_window_size=32)]}, "sliding_window_size"),
-        (
-            lambda: {
-                "layers": [kv.SsmLayerConfig(0, [kv.BufferConfig("state", 64)])],
-                "commit_min_snapshot": True,
-            },
-            "SsmLayerConfig",
-        ),
         (lambda: {"swa_scratch_reuse": kv.SwaScratchReuseConfig()}, "swa_scratch_reuse"),
     ],
 )

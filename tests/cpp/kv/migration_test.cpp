@@ -56,7 +56,7 @@ std::unique_ptr<KVCache> started(KVCacheManager& manager, int32_t tokens, int va
   return cache;
 }
 
-TEST(Tiers, a_suspended_cache_gives_its_pages_and_gets_them_back) {
+TEST(Migration, a_suspended_cache_gives_its_pages_and_gets_them_back) {
   TempDir dir;
   KVCacheManager manager(tiers_config({4, 3, 514}, dir.path().string()));
   auto a = started(manager, 16, 1);
@@ -78,7 +78,7 @@ TEST(Tiers, a_suspended_cache_gives_its_pages_and_gets_them_back) {
   Introspection::check(manager);
 }
 
-TEST(Tiers, two_caches_change_places_when_every_level_is_full) {
+TEST(Migration, two_caches_change_places_when_every_level_is_full) {
   KVCacheManager manager(tiers_config({4, 5}));
   auto a = started(manager, 16, 1);
   a->suspend();
@@ -94,7 +94,7 @@ TEST(Tiers, two_caches_change_places_when_every_level_is_full) {
   EXPECT_EQ(manager.storage_statistics(1)[0].free, 1);
 }
 
-TEST(Tiers, a_clean_copy_is_not_written_again) {
+TEST(Migration, a_clean_copy_is_not_written_again) {
   KVCacheManager manager(tiers_config({4, 17}));
   std::vector<TokenId> tokens(16);
   for (int i = 0; i < 16; ++i) tokens[static_cast<size_t>(i)] = i;
@@ -115,7 +115,7 @@ TEST(Tiers, a_clean_copy_is_not_written_again) {
   expect_filled(manager, *a, 1);
 }
 
-TEST(Tiers, reused_tokens_are_counted_by_the_level_of_their_coldest_page) {
+TEST(Migration, reused_tokens_are_counted_by_the_level_of_their_coldest_page) {
   KVCacheManager manager(tiers_config({4, 17}));
   std::vector<TokenId> tokens(16);
   for (int i = 0; i < 16; ++i) tokens[static_cast<size_t>(i)] = i;
@@ -128,7 +128,7 @@ TEST(Tiers, reused_tokens_are_counted_by_the_level_of_their_coldest_page) {
   EXPECT_EQ(c->cached_tokens_by_level(), (std::vector<int32_t>{8, 8}));
 }
 
-TEST(Tiers, a_failed_write_loses_the_page_and_says_so) {
+TEST(Migration, a_failed_write_loses_the_page_and_says_so) {
   auto owned = std::make_unique<FakeDevice>(FakeOptions{.type = DeviceType::kCpu});
   FakeDevice& device = *owned;
   KVCacheManager manager(tiers_config({4, 17}), std::move(owned));
