@@ -245,6 +245,7 @@ class KVPool:
         for level, moved in zip(levels, self._manager.get_migration_stats(), strict=True):
             level.offloaded_pages = sum(part.offloaded_pages for part in moved)
             level.offloaded_bytes = sum(part.offloaded_bytes for part in moved)
+            level.unwritten_pages = sum(part.unwritten_pages for part in moved)
             level.onboarded_pages = sum(part.onboarded_pages for part in moved)
             level.onboarded_bytes = sum(part.onboarded_bytes for part in moved)
             level.dropped_pages = sum(part.dropped_pages for part in moved)
