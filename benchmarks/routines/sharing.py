@@ -4,9 +4,9 @@
 
 `siblings_n<n>`: milliseconds between the first tokens of the first and the last of n sequences of a
 prompt of 2047 tokens, with the bundled model. `overload_<level>`: seconds for three long answers
-that twelve more important requests interrupt, one every 20 steps, in a hot level for three sequences
-of such length: without a lower level, with one in memory and with one in files; beside it the tokens
-that ran in prompts. Medians over rounds; the cases of a round follow each other.
+that twelve more important requests interrupt, one every 20 steps, in a hot level for three of such
+length: without a lower level, with one in memory and with one in files; beside it the tokens that
+ran in prompts. Medians over rounds; the cases of a round follow each other.
 """
 
 from __future__ import annotations
