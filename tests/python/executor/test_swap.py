@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +217,43 @@ def test_a_resume_that_lost_data_recomputes_that_request_alone(
     assert_nothing_is_left(engine)
 
 
+def break_files_in(folder: Path) -> int:
+    """This process's open files without a name in `folder` refuse reads and writes from now on."""
+    count = 0
+    broken = os.open("/dev/full", os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", name)
+        if link.is_symlink() and str(link.readlink()).startswith(f"{folder}/"):
+            os.dup2(broken, int(name))
+            count += 1
+    os.close(broken)
+    return count
+
+
+def test_pages_that_can_not_be_read_back_are_computed_again(tmp_path: Path) -> None:
+    engine, _ = fake_engine(
+        num_pages=8, max_num_seqs=1, swap_disk_pages=64, swap_path=tmp_path / "swap"
+    )
+    results: dict[tuple[str, int], Updates] = {}
+    low, high = prompt_of(60, 1), prompt_of(70, 2)
+    engine.add_request("low", low, greedy(20), priority=1)
+    for _ in range(5):
+        for update in engine.step():
+            results.setdefault((update.request_id, 0), []).append(update)
+    engine.add_request("high", high, greedy(40))
+    for _ in range(36):
+        for update in engine.step():
+            results.setdefault((update.request_id, 0), []).append(update)
+    assert engine.counters.levels[1].offloaded_pages > 0
+    assert break_files_in(tmp_path / "swap") > 0
+    for key, updates in drain(engine).items():
+        results.setdefault(key, []).extend(updates)
+    assert tokens_of(results["high", 0]) == greedy_output(high, 40, eos=False)
+    assert tokens_of(results["low", 0]) == greedy_output(low, 20, eos=False)
+    assert (engine.counters.lost, engine.counters.resumes) == (1, 0)
+    assert_nothing_is_left(engine)
+
+
 def test_a_running_sequence_that_lost_rows_is_recomputed_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -318,3 +356,12 @@ def test_a_page_that_comes_up_wrong_is_noticed(
     engine.add_request("high", prompt_of(40, 2), greedy(5))
     drain(engine)
     assert engine.counters.failed_steps > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_on_disk_and_lower_levels_go_together(
+    options: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    engine = Traffic(seed, disk=tmp_path / "store", **options).run()
+    assert_nothing_is_left(engine)
+    engine.close()
