@@ -245,15 +245,22 @@ void Migrator::execute_group(PoolGroupId group, int level) {
 bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroupId group,
                          int level) {
   const size_t begin = done;
+  const auto is_kept = [&](PageHandle page) {  // its copy at `level` is not room for others
+    if (!store_.pages().is_current(page)) return false;
+    const PageRecord& record = store_.page(page.id);
+    return record.to_copy && record.copy_slot.value() >= 0 && record.copy_level == level;
+  };
   while (done < pages.size()) {
-    int32_t room = store_.room(level, group);
+    const auto rest = pages.begin() + static_cast<std::ptrdiff_t>(done);
+    int32_t room = store_.room(level, group) -
+                   static_cast<int32_t>(std::count_if(rest, pages.end(), is_kept));
     batch_.clear();
     int source = -1;
     for (; done < pages.size(); ++done) {
       if (!store_.pages().is_current(pages[done])) continue;  // went with a page that was dropped
       const PageRecord& page = store_.page(pages[done].id);
       if (source >= 0 && page.level != source) break;
-      if (!page.to_copy && room-- <= 0) break;
+      if (!is_kept(pages[done]) && room-- <= 0) break;
       source = page.level;
       batch_.push_back(pages[done].id);
     }
