@@ -178,8 +178,12 @@ class KVCache {
   // Throws when a window has let go of blocks that the shorter history needs.
   void check_rewind(const char* where, int32_t num_tokens) const;
   void truncate_locked(int32_t num_tokens);
+  // `keep_sources`: hot pages that are to be copied stay where they are.
+  [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
+  // What others read of our pages comes after what our stream has by now.
+  void set_written_locked();
   void suspend_locked();
   void commit_locked(std::span<const TokenId> tokens, bool is_end);
   void commit_full_block(std::span<const TokenId> tokens);

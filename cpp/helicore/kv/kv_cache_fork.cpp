@@ -75,6 +75,7 @@ std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_intact("kv.fork");
+  set_written_locked();
   std::unique_ptr<KVCache> child(new KVCache(*this, id));
   may_share_ = may_share_ || child->may_share_;
   ++state_->stats.num_forks;
