@@ -227,6 +227,7 @@ class KVCache {
   // device throws, nothing changed.
   void copy_blocks_locked(int32_t end);
   [[nodiscard]] PageHandle fresh_page(size_t life_cycle);
+  void copy_page(PageHandle from, PageHandle to);
   void install_page(const Replacement& replacement);
   void release_block_locked(int32_t ordinal);
   void release_page(int32_t ordinal, size_t life_cycle);
@@ -240,9 +241,12 @@ class KVCache {
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
+  // False for a step of another stream that is not done: only the caller can end it.
+  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
+  void flush_waits();
 
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.

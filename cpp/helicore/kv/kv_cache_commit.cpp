@@ -86,6 +86,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (!is_live(ordinal, life_cycle)) return true;  // the tree has it: ours goes
   if (store.page(theirs).level == kHotLevel) {
+    if (!can_wait_for(store.filled(theirs))) return false;
     const PageHandle adopted = store.pages().handle(theirs);
     store.hold(theirs, priority_);
     store.lock(adopted);
@@ -160,7 +161,7 @@ NodeId KVCache::insert_tail_copies() {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       if (!is_tail_copied(ordinal, lc)) continue;
       copies[lc] = state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
-      state.store.copy_page(page(ordinal, lc), copies[lc], device_stream());
+      copy_page(page(ordinal, lc), copies[lc]);
     }
   } catch (...) {
     give_up();
@@ -201,7 +202,7 @@ bool KVCache::snapshot_state(bool may_move) {
     }
     if (!moves) {
       snapshot = state.store.allocate(*state.ssm, priority_);
-      state.store.copy_page(state_page_, snapshot, device_stream());
+      copy_page(state_page_, snapshot);
     }
     if (!is_aligned) node = moves ? tail_node_with_own_pages() : insert_tail_copies();
   } catch (const std::exception&) {  // the device refused: reuse is lost, nothing else
