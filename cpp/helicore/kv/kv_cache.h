@@ -190,6 +190,7 @@ class KVCache {
   [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
+  void wait_for_state();
   // What others read of our pages comes after what our stream has by now.
   void set_written_locked();
   void suspend_locked();

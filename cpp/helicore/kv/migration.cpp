@@ -204,6 +204,7 @@ int32_t Migrator::absorb(PoolGroupId group, int level) {
   std::erase_if(incoming, [&](PageHandle page) {
     const PageRecord& record = store_.page(page.id);
     if (record.copy_slot.value() < 0 || record.copy_level != level) return false;
+    if (spare_held_ && record.hold_count == 0 && room <= 0) return false;
     store_.set_to_copy(page.id, true);
     --room;  // its copy is not to be given up
     arrivals.push_back(page);
