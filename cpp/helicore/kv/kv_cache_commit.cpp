@@ -112,6 +112,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (mine.hold_count > 1 || mine.node != kNoNode) return false;  // stays a private duplicate
   // Theirs is on a colder level: it moves into our slot without a copy.
+  state_->note_copy(own, store.pages().handle(theirs));
   store.promote(theirs, own, priority_of(ordinal));
   own = store.pages().handle(theirs);
   return true;
