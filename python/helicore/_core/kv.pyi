@@ -558,6 +558,15 @@ class KVEvent:
     @property
     def kind(self) -> EventKind: ...
     @property
+    def layer_group(self) -> int | None:
+        """The one layer group whose page came or went; None: the whole block."""
+    @property
+    def layer_groups(self) -> list[int]:
+        """Groups whose pages cover every token of a stored block, ascending."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the block that the page of layer_group covers."""
+    @property
     def ordinal(self) -> int: ...
     @property
     def parent_key(self) -> bytes | None: ...
@@ -578,7 +587,9 @@ class DataLostError(RuntimeError):
     pass
 
 class OutOfPagesError(RuntimeError):
-    pass
+    """There are not enough pages; `reason` tells of what and where."""
+    @property
+    def reason(self) -> NoRoom: ...
 
 class PrefetchTicket:
     """Pages on their way to a hotter level."""
@@ -666,6 +677,8 @@ class KVCache:
     @property
     def last_failure(self) -> NoRoom | None:
         """Why the last resume or resize returned False; None after a success."""
+    @property
+    def manager(self) -> KVCacheManager: ...
     @property
     def num_blocks(self) -> int: ...
     @property
