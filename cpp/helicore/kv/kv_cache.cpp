@@ -24,7 +24,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
     : state_(&state),
       tokens_per_block_(state.config.tokens_per_block),
       needs_state_(state.ssm.has_value()),
-      priority_(static_cast<uint8_t>(args.priority)),
+      retention_(args.retention),
       tables_(state.num_life_cycles),
       id_(args.id.value_or(state.next_id)),
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
@@ -47,7 +47,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   for (int32_t b = num_blocks - 1; b >= 0; --b) hold_block(path[static_cast<size_t>(b)], b);
   if (found.ssm_node != kNoNode) {
     const PageId page = state.tree.pages(found.ssm_node)[static_cast<size_t>(state.ssm->value())];
-    state.store.hold(page, priority_);
+    state.store.hold(page, priority_of(num_blocks - 1));
     state_page_ = state.store.pages().handle(page);
   }
   const int32_t num_full = matched / tokens_per_block_;
@@ -70,16 +70,20 @@ void KVCache::hold_block(NodeId node, int32_t ordinal) {
   const int32_t num_tokens =
       std::min(tokens_per_block_, history_length_ - ordinal * tokens_per_block_);
   const auto shown = state.tree.pages(node);
+  const uint8_t priority = priority_of(ordinal);
   int coldest = kHotLevel;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     if (state.is_ssm(lc) || shown[lc] == kNoPage) continue;
     const PageRecord& record = state.store.page(shown[lc]);
     if (record.num_tokens < num_tokens || stale(lc, history_length_).contains(ordinal)) continue;
     coldest = std::max(coldest, int{record.level});
-    state.store.hold(shown[lc], priority_);
+    state.store.hold(shown[lc], priority);
+    LifeCycleStats& stats = state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))];
+    ++stats.reused_pages;
+    stats.reused_tokens += static_cast<uint64_t>(num_tokens);
     page(ordinal, lc) = state.store.pages().handle(shown[lc]);
   }
-  state.tree.priority_raised(node, priority_);
+  state.tree.priority_raised(node, priority);
   reused_by_level_[static_cast<size_t>(coldest)] += num_tokens;
 }
 
@@ -261,6 +265,10 @@ NodeId KVCache::shown_node(int32_t ordinal) const noexcept {
     if (node != kNoNode) return node;
   }
   return kNoNode;
+}
+
+uint8_t KVCache::priority_of(int32_t ordinal) const noexcept {
+  return retention_.of_block(ordinal * tokens_per_block_).priority;
 }
 
 StreamHandle KVCache::device_stream() const noexcept {

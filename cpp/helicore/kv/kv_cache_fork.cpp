@@ -88,7 +88,7 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
       commit_state_(parent.commit_state_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
-      priority_(parent.priority_),
+      retention_(parent.retention_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
       id_(id.value_or(parent.state_->next_id)),
@@ -111,12 +111,12 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
   for (int32_t b = 0; b < num_blocks; ++b) {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       if (page(b, lc).is_null()) continue;
-      state.store.hold(page(b, lc).id, priority_);
+      state.store.hold(page(b, lc).id, priority_of(b));
       if (b >= first_shared && !needs_copy_) state.store.mark_forked(page(b, lc));
     }
   }
   state_page_ = parent.state_page_;
-  if (!state_page_.is_null()) state.store.hold(state_page_.id, priority_);
+  if (!state_page_.is_null()) state.store.hold(state_page_.id, retention_.base());
   may_share_ = (first_shared < num_blocks && !needs_copy_) || (state.ssm && !needs_state_);
   tail_node_ = parent.tail_node_;
   state.tree.pin(tail_node_);
@@ -191,7 +191,8 @@ void KVCache::copy_blocks_locked(int32_t end) {
   replacements_.clear();
   const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
     replacements_.push_back({ordinal, lc, PageHandle()});
-    const PageHandle fresh = store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
+    const PageHandle fresh =
+        store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
     replacements_.back().fresh = fresh;
     if (!from.is_null()) store.copy_page(from, fresh, stream);
   };
@@ -214,6 +215,10 @@ void KVCache::copy_blocks_locked(int32_t end) {
   int32_t last = -1;
   for (const Replacement& each : replacements_) {
     install_page(each);
+    LifeCycleStats& stats =
+        state_->life_cycle_stats[LifeCycleId(static_cast<int32_t>(each.life_cycle))];
+    ++stats.allocated_pages;
+    ++stats.copied_pages;
     if (each.ordinal < 0 || each.ordinal == last) continue;
     last = each.ordinal;
     ++state_->stats.allocated_blocks;

@@ -39,6 +39,7 @@ KVCacheManager::KVCacheManager(KVCacheManagerConfig config, std::unique_ptr<Cach
 
 KVCacheManager::~KVCacheManager() {
   const std::unique_lock lock(state_->mutex);
+  for (PlannedDrop* plan : state_->plans) plan->state_ = nullptr;
   if (state_->caches.empty()) return;
   log_error(detail::concat("kv.KVCacheManager: destroyed with ", state_->caches.size(),
                            " open caches; closing them"));
@@ -70,8 +71,9 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_open("kv.create_kv_cache");
-  std::unique_ptr<KVCache> cache(new KVCache(
-      *state_, {options.reuse_scope, options.input_tokens, options.id, options.priority}));
+  std::unique_ptr<KVCache> cache(
+      new KVCache(*state_, {options.reuse_scope, options.input_tokens, options.id,
+                            Retention(options.retention, options.priority)}));
   if (state_->config.enable_stats && !options.input_tokens.empty()) {
     KVCacheStats& stats = state_->stats;
     const int32_t block = state_->config.tokens_per_block;
@@ -89,6 +91,33 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   }
   state_->verify();
   return cache;
+}
+
+std::unique_ptr<KVCache> KVCacheManager::pin(std::span<const TokenId> tokens,
+                                             const ReuseScope& scope) {
+  scope.validate();
+  const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
+  check_open("kv.pin");
+  std::unique_ptr<KVCache> cache(
+      new KVCache(*state_, {scope, tokens, std::nullopt, Retention({}, kPriorityMax)}));
+  state_->verify();
+  return cache;
+}
+
+StreamHandle KVCacheManager::make_step_stream() {
+  const std::unique_lock lock(state_->mutex);
+  return state_->device->make_step_stream();
+}
+
+uint64_t KVCacheManager::submit_step(StreamHandle stream) {
+  const std::unique_lock lock(state_->mutex);
+  return state_->device->submit_step(stream);
+}
+
+void KVCacheManager::complete_step(StreamHandle stream, uint64_t step) {
+  const std::unique_lock lock(state_->mutex);
+  state_->device->complete_step(stream, step);
 }
 
 int32_t KVCacheManager::probe_reuse(std::span<const TokenId> tokens,
@@ -382,6 +411,11 @@ std::vector<PoolGroupStatistics> KVCacheManager::storage_statistics(int level) c
                       .pending = counts.pending});
   }
   return result;
+}
+
+std::vector<LifeCycleStats> KVCacheManager::life_cycle_stats() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->life_cycle_stats.raw();
 }
 
 MigrationStats KVCacheManager::migration_stats() const {

@@ -43,6 +43,7 @@ struct CreateOptions {
   std::optional<int64_t> id = std::nullopt;  // default: a running number
   int priority = kPriorityDefault;           // of the pages it makes, 0..100, lower goes first
   std::optional<int64_t> expected_prompt_length = std::nullopt;  // tokens, for the miss counters
+  std::span<const RetentionRange> retention{};  // what is worth more than `priority`, and how long
 };
 
 // One lock guards all shared state: mutating calls and the caches' slow paths take it exclusively,
@@ -66,6 +67,16 @@ class KVCacheManager {
   // How many tokens create_kv_cache() would find. Advisory: holds nothing. Any thread.
   [[nodiscard]] int32_t probe_reuse(std::span<const TokenId> tokens,
                                     const ReuseScope& scope = {}) const;
+  // Keeps the longest cached prefix of the tokens, on whatever level, until the pin is closed or
+  // destroyed: a SUSPENDED cache with the highest priority that is counted in no statistics.
+  [[nodiscard]] std::unique_ptr<KVCache> pin(std::span<const TokenId> tokens,
+                                             const ReuseScope& scope = {});
+  // Work that the device can't see, such as the steps of an executor that runs ahead: caches that
+  // were resumed with a step stream free pages only once the newest step submitted at that time is
+  // complete. Steps count from 1 and complete in order.
+  [[nodiscard]] StreamHandle make_step_stream();
+  uint64_t submit_step(StreamHandle stream);
+  void complete_step(StreamHandle stream, uint64_t step);
   // Forgets every cached prefix. Throws ResourceBusy, changing nothing, while caches are open.
   void clear_reusable_blocks();
   // Refuses further use. Throws ResourceBusy, changing nothing, while caches are open. Idempotent.
@@ -108,6 +119,7 @@ class KVCacheManager {
 
   [[nodiscard]] std::vector<PoolGroupStatistics> storage_statistics(int level = kHotLevel) const;
   [[nodiscard]] KVCacheStats stats() const;
+  [[nodiscard]] std::vector<LifeCycleStats> life_cycle_stats() const;
   [[nodiscard]] MigrationStats migration_stats() const;
   [[nodiscard]] int num_levels() const noexcept;
   [[nodiscard]] CacheTier tier(int level) const;

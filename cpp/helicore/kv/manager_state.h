@@ -3,9 +3,11 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "helicore/kv/config.h"
@@ -13,8 +15,10 @@
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/migration.h"
 #include "helicore/kv/page_store.h"
+#include "helicore/kv/planned_drop.h"
 #include "helicore/kv/quota.h"
 #include "helicore/kv/radix_tree.h"
+#include "helicore/kv/retention.h"
 #include "helicore/kv/stats.h"
 
 namespace helicore::kv {
@@ -61,6 +65,11 @@ struct ManagerState {
   Migrator migrator;
   KVCacheStats stats;
   std::vector<KVCache*> caches;  // the open ones; not owned
+  TypedVec<LifeCycleId, LifeCycleStats> life_cycle_stats;
+  std::vector<PlannedDrop*> plans;                       // not owned
+  std::unordered_map<uint64_t, uint32_t> planned_drops;  // page tag -> plans that name it
+  RetentionTimers timers;
+  std::function<int64_t()> now_ns;  // a monotonic clock
   KVCacheManager* owner = nullptr;
   int64_t next_id = 0;
   int32_t num_active = 0;
@@ -87,9 +96,12 @@ struct ManagerState {
         layout.group_of(LifeCycleId(static_cast<int32_t>(life_cycle))).value());
   }
   [[nodiscard]] MatchRules match_rules() const noexcept;
+  // Why `needed` slots of a group could never be had on the hot level.
+  [[nodiscard]] std::optional<NoRoom> exceeds_total(size_t group, int64_t needed) const noexcept;
   // The fullest group above max_util_for_resume, when other sequences are active.
   [[nodiscard]] std::optional<NoRoom> utilisation_gate() const noexcept;
-  // First thing with the lock: forgets the fence of the operation before, takes in failed copies.
+  // First thing with the lock: forgets the fence of the operation before, takes in failed copies
+  // and retention that has run out.
   void begin_operation();
   // The point when the work that `stream` has by now is done; one per stream and operation.
   [[nodiscard]] TimePoint fence(StreamHandle stream);

@@ -247,6 +247,10 @@ bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroup
   const size_t begin = done;
   while (done < pages.size()) {
     int32_t room = store_.room(level, group);
+    // Copies that pages of the plan return to are no room for others.
+    for (size_t i = done; i < pages.size(); ++i) {
+      room -= store_.pages().is_current(pages[i]) && store_.page(pages[i].id).to_copy ? 1 : 0;
+    }
     batch_.clear();
     int source = -1;
     for (; done < pages.size(); ++done) {
