@@ -65,6 +65,13 @@ void nanobind::detail::wrap_destruct<helicore::kv::KVCache>(void* value) noexcep
   cache->~KVCache();
 }
 
+// The same for a plan that drops its pages as it goes.
+template <>
+void nanobind::detail::wrap_destruct<helicore::kv::PlannedDrop>(void* value) noexcept {
+  const nanobind::gil_scoped_release release;
+  static_cast<helicore::kv::PlannedDrop*>(value)->~PlannedDrop();
+}
+
 namespace helicore::bindings {
 namespace {
 
@@ -118,17 +125,41 @@ nb::typed<nb::object, KVCacheManager> manager_of(const KVCache& self) {
   return nb::typed<nb::object, KVCacheManager>(nb::find(*self.manager()));
 }
 
-// The child keeps the manager alive, not its parent, which may be closed and dropped first.
+// What a cache made keeps the manager alive, not the cache, which may be closed and dropped first.
+template <typename T>
+nb::typed<nb::object, T> with_manager(std::unique_ptr<T> made, KVCacheManager& manager) {
+  const nb::object owner = nb::find(manager);
+  nb::object result = nb::cast(std::move(made));
+  nb::keep_alive_obj(result.ptr(), owner.ptr());
+  return nb::typed<nb::object, T>(std::move(result));
+}
+
 nb::typed<nb::object, KVCache> fork(KVCache& self, std::optional<int64_t> id) {
   std::unique_ptr<KVCache> child;
   {
     const nb::gil_scoped_release release;
     child = self.fork(id);
   }
-  const nb::object manager = nb::find(*child->manager());
-  nb::object result = nb::cast(std::move(child));
-  nb::keep_alive_obj(result.ptr(), manager.ptr());
-  return nb::typed<nb::object, KVCache>(std::move(result));
+  return with_manager(std::move(child), *self.manager());
+}
+
+std::optional<nb::typed<nb::object, PlannedDrop>> plan_drop(KVCache& self) {
+  std::unique_ptr<PlannedDrop> plan;
+  {
+    const nb::gil_scoped_release release;
+    plan = self.plan_committed_block_drop();
+  }
+  if (plan == nullptr) return std::nullopt;
+  return with_manager(std::move(plan), *self.manager());
+}
+
+void bind_planned_drop(nb::module_& m) {
+  nb::class_<PlannedDrop>(m, "PlannedDrop",
+                          "Pages that only the exact continuation of a sequence would reuse. They "
+                          "go at drop(), or when this object does; the last of the plans that name "
+                          "a page takes it.")
+      .def("drop", &PlannedDrop::drop, ReleaseGil(), "Raises LogicError the second time.")
+      .def_prop_ro("num_pages", &PlannedDrop::num_pages);
 }
 
 void bind_prefetch(nb::module_& m) {
@@ -172,6 +203,10 @@ void bind_cache(nb::module_& m) {
           "Declare the next tokens final; full blocks become reusable. Page tables may change.")
       .def("stop_committing", &KVCache::stop_committing, ReleaseGil(),
            "Publish the committed part of the last block; nothing may be committed afterwards.")
+      .def("plan_committed_block_drop", &plan_drop,
+           "A plan to drop what only this sequence's exact continuation would reuse: window pages "
+           "at its end, its last snapshot. After stop_committing(); None when the committed tokens "
+           "can't all be reused.")
       .def("close", &close, "Give every page back. Idempotent.")
       .def("get_base_page_indices", &index_view, "group"_a = 0, "beam"_a = 0,
            "Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, "
@@ -217,6 +252,7 @@ void bind_cache(nb::module_& m) {
 
 void bind_kv_cache(nb::module_& m) {
   bind_prefetch(m);
+  bind_planned_drop(m);
   bind_cache(m);
 }
 

@@ -50,11 +50,23 @@ nb::typed<nb::list, nb::bytes> to_bytes(const std::vector<Digest>& keys) {
 
 std::unique_ptr<KVCache> create(KVCacheManager& self, const ScopeArg& scope,
                                 const std::optional<Int32Arg>& tokens, std::optional<int64_t> id,
-                                int priority, std::optional<int64_t> expected_prompt_length) {
-  const CreateOptions options{to_scope(scope), tokens_of(tokens, "kv.create_kv_cache"), id,
-                              priority, expected_prompt_length};
+                                int priority, std::optional<int64_t> expected_prompt_length,
+                                const std::vector<RetentionRange>& retention) {
+  const CreateOptions options{.reuse_scope = to_scope(scope),
+                              .input_tokens = tokens_of(tokens, "kv.create_kv_cache"),
+                              .id = id,
+                              .priority = priority,
+                              .expected_prompt_length = expected_prompt_length,
+                              .retention = retention};
   const nb::gil_scoped_release release;
   return self.create_kv_cache(options);
+}
+
+std::unique_ptr<KVCache> pin(KVCacheManager& self, const Int32Arg& tokens, const ScopeArg& scope) {
+  const auto view = tokens.get("kv.pin", "tokens");
+  const ReuseScope reuse_scope = to_scope(scope);
+  const nb::gil_scoped_release release;
+  return self.pin(view, reuse_scope);
 }
 
 int32_t probe(const KVCacheManager& self, const Int32Arg& tokens, const ScopeArg& scope) {
@@ -169,8 +181,19 @@ void bind_manager(nb::module_& m) {
          "Raises ValueError, NotSupportedError (naming the field) or MemoryError.")
       .def("create_kv_cache", &create, "reuse_scope"_a = nb::none(), "input_tokens"_a = nb::none(),
            "id"_a = nb::none(), nb::kw_only(), "priority"_a = kPriorityDefault,
-           "expected_prompt_length"_a = nb::none(), nb::keep_alive<0, 1>(),
-           "A SUSPENDED cache that holds the longest cached prefix of input_tokens.")
+           "expected_prompt_length"_a = nb::none(), "retention"_a = std::vector<RetentionRange>(),
+           nb::keep_alive<0, 1>(),
+           "A SUSPENDED cache that holds the longest cached prefix of input_tokens. `retention`: "
+           "ranges that are worth more than `priority`, and for how long.")
+      .def("pin", &pin, "tokens"_a, "reuse_scope"_a = nb::none(), nb::keep_alive<0, 1>(),
+           "Keeps the longest cached prefix of the tokens, on whatever level, until the returned "
+           "cache is closed or let go of. Counted in no statistics.")
+      .def("make_step_stream", &M::make_step_stream, ReleaseGil(),
+           "A stream for resume() that stands for steps which the device can't see: pages freed by "
+           "its caches are used again once the steps submitted until then are complete.")
+      .def("submit_step", &M::submit_step, "stream"_a, ReleaseGil(), "Its number, from 1.")
+      .def("complete_step", &M::complete_step, "stream"_a, "step"_a, ReleaseGil(),
+           "Steps up to this one are done.")
       .def("probe_reuse", &probe, "input_tokens"_a, "reuse_scope"_a = nb::none(),
            "Tokens that create_kv_cache would find now. Any thread.")
       .def("clear_reusable_blocks", &M::clear_reusable_blocks, ReleaseGil(),
@@ -189,6 +212,8 @@ void bind_manager(nb::module_& m) {
       .def("get_storage_statistics", &M::storage_statistics, "level"_a = kHotLevel, ReleaseGil(),
            "One entry per pool group: total, free and evictable slots.")
       .def("get_stats", &M::stats, ReleaseGil())
+      .def("get_layer_group_stats", &M::life_cycle_stats, ReleaseGil(),
+           "Counters of pages, one entry per layer group, since the manager was made.")
       .def(
           "get_migration_stats",
           [](const M& self) {

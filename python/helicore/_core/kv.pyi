@@ -37,6 +37,7 @@ __all__: list[str] = [
     "KVCacheManagerConfig",
     "KVCacheStats",
     "KVEvent",
+    "LayerGroupStats",
     "LayerType",
     "LogicError",
     "MigrationCounters",
@@ -49,6 +50,7 @@ __all__: list[str] = [
     "PageIndexConverter",
     "PageIndexMode",
     "PageStatus",
+    "PlannedDrop",
     "PoolDesc",
     "PoolGroupDesc",
     "PoolGroupStatistics",
@@ -57,6 +59,7 @@ __all__: list[str] = [
     "PrefixStore",
     "PrefixStoreStats",
     "ResourceBusyError",
+    "RetentionRange",
     "ReuseScope",
     "SlotDescVariant",
     "SsmLayerConfig",
@@ -264,6 +267,23 @@ class ReuseScope:
     def lora_id(self) -> int | None: ...
     @property
     def salt(self) -> None | int | str: ...
+
+class RetentionRange:
+    """Tokens [begin, end) have `priority` from their commit on, for duration_ms or for ever; what comes before them gets at least that."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self, begin: int, end: int | None, priority: int, duration_ms: int | None = None
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def duration_ms(self) -> int | None: ...
+    @property
+    def end(self) -> int | None: ...
+    @property
+    def priority(self) -> int: ...
 
 class KVCacheManagerConfig:
     """Everything a KVCacheManager is made from; checked at construction."""
@@ -515,6 +535,34 @@ class KVCacheStats:
     @property
     def skipped_snapshots(self) -> int: ...
 
+class LayerGroupStats:
+    """Pages of one layer group since the manager was made."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def allocated_pages(self) -> int:
+        """New ones, copies included."""
+    @property
+    def committed_pages(self) -> int:
+        """Became reusable."""
+    @property
+    def copied_pages(self) -> int:
+        """Private copies of shared pages."""
+    @property
+    def domain(self) -> CacheDomain: ...
+    @property
+    def pool_group(self) -> int: ...
+    @property
+    def released_pages(self) -> int:
+        """Went out of the window."""
+    @property
+    def reused_pages(self) -> int:
+        """Found at creation and held."""
+    @property
+    def reused_tokens(self) -> int:
+        """In them."""
+
 class MigrationCounters:
     """Pages of one layer group that passed through one level."""
     def __eq__(self, other: typing.Any) -> bool: ...
@@ -601,6 +649,13 @@ class PrefetchTicket:
     def is_complete(self) -> bool:
         """Every page arrived."""
 
+class PlannedDrop:
+    """Pages that only the exact continuation of a sequence would reuse. They go at drop(), or when this object does; the last of the plans that name a page takes it."""
+    def drop(self) -> None:
+        """Raises LogicError the second time."""
+    @property
+    def num_pages(self) -> int: ...
+
 class KVCache:
     """
     The pages of one sequence; made by KVCacheManager.create_kv_cache().
@@ -625,6 +680,8 @@ class KVCache:
         self, group: int = 0, beam: int = 0
     ) -> numpy.typing.NDArray[numpy.int32]:
         """Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, set_base_page_index_buf or close of this cache."""
+    def plan_committed_block_drop(self) -> PlannedDrop | None:
+        """A plan to drop what only this sequence's exact continuation would reuse: window pages at its end, its last snapshot. After stop_committing(); None when the committed tokens can't all be reused."""
     def prefetch(self, level: int = 0) -> PrefetchTicket:
         """Bring the pages of a SUSPENDED cache up to `level` in the background; best effort."""
     def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
@@ -714,6 +771,8 @@ class KVCacheManager:
         | None = None,
     ) -> None:
         """commit() for a whole step: counts[i] tokens each, concatenated; default one each."""
+    def complete_step(self, stream: int, step: int) -> None:
+        """Steps up to this one are done."""
     def create_kv_cache(
         self,
         reuse_scope: int | ReuseScope | None = None,
@@ -725,8 +784,9 @@ class KVCacheManager:
         *,
         priority: int = 35,
         expected_prompt_length: int | None = None,
+        retention: collections.abc.Sequence[RetentionRange] = list(),
     ) -> KVCache:
-        """A SUSPENDED cache that holds the longest cached prefix of input_tokens."""
+        """A SUSPENDED cache that holds the longest cached prefix of input_tokens. `retention`: ranges that are worth more than `priority`, and for how long."""
     def drain_events(self, max_events: int | None = None) -> list[KVEvent]:
         """The oldest recorded changes of the tree of reusable blocks; they leave the buffer (config.event_buffer_size). When it overflows the oldest are dropped: see num_dropped_events and snapshot_events."""
     def get_chain_keys(
@@ -737,6 +797,8 @@ class KVCacheManager:
         """SHA-256 chain keys (32 bytes) of the full blocks of `tokens`."""
     def get_layer_group_domain(self, group: int) -> CacheDomain: ...
     def get_layer_group_id(self, layer_id: int) -> int: ...
+    def get_layer_group_stats(self) -> list[LayerGroupStats]:
+        """Counters of pages, one entry per layer group, since the manager was made."""
     def get_mem_pool_base_address(
         self, layer_id: int, role: str, index_mode: PageIndexMode = ...
     ) -> int:
@@ -758,6 +820,14 @@ class KVCacheManager:
     def get_storage_statistics(self, level: int = 0) -> list[PoolGroupStatistics]:
         """One entry per pool group: total, free and evictable slots."""
     def get_tier(self, level: int) -> CacheTier: ...
+    def make_step_stream(self) -> int:
+        """A stream for resume() that stands for steps which the device can't see: pages freed by its caches are used again once the steps submitted until then are complete."""
+    def pin(
+        self,
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+        reuse_scope: int | ReuseScope | None = None,
+    ) -> KVCache:
+        """Keeps the longest cached prefix of the tokens, on whatever level, until the returned cache is closed or let go of. Counted in no statistics."""
     def probe_reuse(
         self,
         input_tokens: collections.abc.Sequence[int]
@@ -786,6 +856,8 @@ class KVCacheManager:
         """Refuse further use. Raises ResourceBusyError while caches are open."""
     def snapshot_events(self) -> list[KVEvent]:
         """CREATED and STORED events that make the tree as it is, parents first, all with the id that the next event will have; empties the buffer."""
+    def submit_step(self, stream: int) -> int:
+        """Its number, from 1."""
     def truncate_many(
         self,
         caches: collections.abc.Sequence[KVCache],
