@@ -15,6 +15,7 @@ void bind_kv_config(nb::module_& m);
 void bind_kv_events(nb::module_& m);
 void bind_kv_layout(nb::module_& m);
 void bind_kv_manager(nb::module_& m);
+void bind_kv_recording(nb::module_& m);
 void bind_kv_store(nb::module_& m);
 
 namespace {
@@ -62,6 +63,7 @@ void bind_kv(nb::module_& m) {
   bind_kv_config(m);
   bind_kv_layout(m);
   bind_kv_events(m);
+  bind_kv_recording(m);
   bind_errors(m);
   bind_kv_cache(m);
   bind_kv_manager(m);

@@ -15,6 +15,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace helicore::bindings {
+
+void bind_recording_methods(nb::class_<kv::KVCacheManager>& cls);
+
 namespace {
 
 using namespace helicore::kv;
@@ -252,6 +255,7 @@ void bind_manager(nb::module_& m) {
       .def_prop_ro("num_total_blocks", &M::num_total_blocks, ReleaseGil(),
                    "Blocks that fit when nothing else is there.");
   bind_layout_queries(cls);
+  bind_recording_methods(cls);
 }
 
 }  // namespace

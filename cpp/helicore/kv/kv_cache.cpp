@@ -5,6 +5,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 namespace {
@@ -27,6 +28,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
       retention_(args.retention),
       tables_(state.num_life_cycles),
       id_(args.id.value_or(state.next_id)),
+      serial_(state.next_id),
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
       scope_(args.scope) {
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
@@ -96,6 +98,7 @@ KVCache::~KVCache() {
 }
 
 bool KVCache::resume(std::optional<int64_t> stream) {
+  if (auto* sink = recording(state_)) return recorded::resume(*sink, *this, stream);
   HELICORE_KV_STATE(status_ == CacheStatus::kSuspended, "kv.resume", "cache ", id_, " is ",
                     name_of(status_), ", must be SUSPENDED");
   {
@@ -109,6 +112,7 @@ bool KVCache::resume(std::optional<int64_t> stream) {
 }
 
 void KVCache::suspend() {
+  if (auto* sink = recording(state_)) return recorded::suspend(*sink, *this);
   HELICORE_KV_STATE(is_active(), "kv.suspend", "cache ", id_, " is ", name_of(status_),
                     ", must be ACTIVE");
   const std::unique_lock lock(state_->mutex);
@@ -118,6 +122,8 @@ void KVCache::suspend() {
 }
 
 bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> history_length) {
+  if (auto* sink = recording(state_))
+    return recorded::resize(*sink, *this, capacity, history_length);
   const Cursors cursors = check_resize(capacity, history_length);
   if (!kDebugChecks && !state_->has_new_failures() && resize_within_blocks(cursors)) return true;
   {
@@ -131,6 +137,7 @@ bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> his
 }
 
 void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
+  if (auto* sink = recording(state_)) return recorded::commit(*sink, *this, tokens, is_end);
   check_commit(tokens.size());
   check_tokens(tokens);
   if (!kDebugChecks && !state_->has_new_failures() && fills_no_block(tokens.size()) && !is_end) {
@@ -146,6 +153,7 @@ void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
 }
 
 void KVCache::stop_committing() {
+  if (auto* sink = recording(state_)) return recorded::stop_committing(*sink, *this);
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.stop_committing", "cache ", id_,
                     " is CLOSED");
   const std::unique_lock lock(state_->mutex);
@@ -157,6 +165,7 @@ void KVCache::stop_committing() {
 
 void KVCache::close() {
   if (status_ == CacheStatus::kClosed) return;
+  if (auto* sink = recording(state_)) return recorded::close(*sink, *this);
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   close_locked();
@@ -340,6 +349,9 @@ std::span<const int32_t> KVCache::base_page_indices(LifeCycleId group, int beam)
 
 void KVCache::set_base_page_index_buf(int beam, LifeCycleId group,
                                       std::optional<std::span<int32_t>> row) {
+  if (auto* sink = recording(state_)) {
+    return recorded::set_index_row(*sink, *this, beam, group, row);
+  }
   IndexTable& entry = const_cast<IndexTable&>(table(group, beam));
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.set_base_page_index_buf", "cache ", id_,
                     " is CLOSED");

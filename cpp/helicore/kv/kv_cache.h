@@ -109,6 +109,8 @@ class KVCache {
   // The manager that made it; null once that is gone.
   [[nodiscard]] KVCacheManager* manager() const noexcept;
   [[nodiscard]] int64_t id() const noexcept { return id_; }
+  // Its number among the caches that the manager made, from 0.
+  [[nodiscard]] int64_t serial() const noexcept { return serial_; }
   [[nodiscard]] CacheStatus status() const noexcept { return status_; }
   [[nodiscard]] CommitState commit_state() const noexcept { return commit_state_; }
   [[nodiscard]] bool is_active() const noexcept { return status_ == CacheStatus::kActive; }
@@ -288,6 +290,7 @@ class KVCache {
   std::optional<NoRoom> last_failure_;
   std::optional<int64_t> stream_;
   int64_t id_;
+  int64_t serial_;
   int32_t num_reused_ = 0;
   std::vector<int32_t> reused_by_level_;
   size_t registry_index_ = 0;  // in the manager's list of open caches

@@ -5,10 +5,12 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 
 void KVCache::truncate(int64_t num_tokens) {
+  if (auto* sink = recording(state_)) return recorded::truncate(*sink, *this, num_tokens);
   const int32_t end = check_truncate("kv.truncate", num_tokens);
   if (!kDebugChecks && truncate_within_blocks(end)) return;
   const std::unique_lock lock(state_->mutex);
@@ -71,6 +73,7 @@ void KVCache::truncate_locked(int32_t num_tokens) {
 }
 
 std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
+  if (auto* sink = recording(state_)) return recorded::fork(*sink, *this, id);
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.fork", "cache ", id_, " is CLOSED");
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -92,6 +95,7 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
       id_(id.value_or(parent.state_->next_id)),
+      serial_(parent.state_->next_id),
       num_reused_(parent.num_reused_),
       reused_by_level_(parent.reused_by_level_),
       scope_(parent.scope_) {

@@ -6,6 +6,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 namespace {
@@ -61,6 +62,9 @@ void KVCacheManager::check_open(const char* where) const {
 }
 
 std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& options) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::create(*sink, *this, options);
+  }
   options.reuse_scope.validate();
   HELICORE_CHECK(options.priority >= kPriorityMin && options.priority <= kPriorityMax,
                  "kv.create_kv_cache", "priority must be in [", kPriorityMin, ", ", kPriorityMax,
@@ -130,6 +134,9 @@ int32_t KVCacheManager::probe_reuse(std::span<const TokenId> tokens,
 }
 
 void KVCacheManager::clear_reusable_blocks() {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::clear_reusable_blocks(*sink, *this);
+  }
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_open("kv.clear_reusable_blocks");
@@ -142,6 +149,9 @@ void KVCacheManager::clear_reusable_blocks() {
 }
 
 void KVCacheManager::shutdown() {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::shutdown(*sink, *this);
+  }
   const std::unique_lock lock(state_->mutex);
   if (!state_->caches.empty()) {
     throw ResourceBusy(detail::concat("[kv.shutdown] ", state_->caches.size(),
@@ -168,6 +178,9 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
                                  std::span<const int32_t> capacities,
                                  std::span<const int32_t> history_lengths,
                                  std::span<uint8_t> results) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::resize_many(*sink, *this, caches, capacities, history_lengths, results);
+  }
   constexpr const char* kWhere = "kv.resize_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, capacities.size());
@@ -209,6 +222,9 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
 
 void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
                                  std::span<const int32_t> counts) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::commit_many(*sink, *this, caches, tokens, counts);
+  }
   constexpr const char* kWhere = "kv.commit_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, counts.empty() ? caches.size() : counts.size());
@@ -252,6 +268,9 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
 
 void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
                                    std::span<const int32_t> num_tokens) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::truncate_many(*sink, *this, caches, num_tokens);
+  }
   constexpr const char* kWhere = "kv.truncate_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, num_tokens.size());
@@ -277,6 +296,9 @@ void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
 
 void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
                                  std::span<uint8_t> results) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::resume_many(*sink, *this, caches, stream, results);
+  }
   constexpr const char* kWhere = "kv.resume_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, results.size());

@@ -21,6 +21,9 @@
 
 namespace helicore::kv {
 
+struct RecordingOptions;
+struct RecordingSummary;
+
 struct PoolDesc {
   PoolIndex pool_index{0};
   uint64_t base_address = 0;
@@ -139,6 +142,16 @@ class KVCacheManager {
   // The chain keys of the full blocks of `tokens`, as they would be committed.
   [[nodiscard]] std::vector<Digest> chain_keys(std::span<const TokenId> tokens,
                                                const ReuseScope& scope = {}) const;
+
+  // From now on every call is written to an operation log (operation_log.h), with its results,
+  // until stop_recording() or the end of the manager. Calls are then run one after the other.
+  // Throws LogicError when a cache was made before, when a recording is running or after
+  // shutdown(); InvalidArgument for bad options or a file that can't be made, changing nothing. No
+  // other thread may be inside a call when it begins.
+  void start_recording(const RecordingOptions& options);
+  // Throws LogicError when no recording is running.
+  RecordingSummary stop_recording();
+  [[nodiscard]] bool is_recording() const;
 
  private:
   friend struct Introspection;

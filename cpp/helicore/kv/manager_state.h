@@ -14,6 +14,7 @@
 #include "helicore/kv/layout.h"
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/migration.h"
+#include "helicore/kv/operation_sink.h"
 #include "helicore/kv/page_store.h"
 #include "helicore/kv/planned_drop.h"
 #include "helicore/kv/quota.h"
@@ -25,6 +26,7 @@ namespace helicore::kv {
 
 class KVCache;
 class KVCacheManager;
+class OperationRecorder;
 
 // Builds that check invariants after each operation look at every cache under the lock, so there
 // the lock-free fast paths of a cache take the lock too.
@@ -112,6 +114,19 @@ struct ManagerState {
   }
   // Runs check_invariants() in builds with HELICORE_DEBUG_CHECKS.
   void verify() const;
+
+  // Who sees the public calls; null: nobody. Sinks stay until the end, for a call may be on its way
+  // to one that was stopped.
+  std::atomic<OperationSink*> sink{nullptr};
+  OperationRecorder* recorder = nullptr;  // the one that start_recording() made
+  std::vector<std::unique_ptr<OperationSink>> sinks;
 };
+
+// The sink that a public call goes to first; null when there is none or the call comes from it.
+[[nodiscard]] inline OperationSink* recording(const ManagerState* state) noexcept {
+  if (state == nullptr) return nullptr;
+  OperationSink* sink = state->sink.load(std::memory_order_acquire);
+  return sink == nullptr || sink->is_inside() ? nullptr : sink;
+}
 
 }  // namespace helicore::kv

@@ -45,6 +45,10 @@ reusable) and create again.
 "No room" is ``False`` plus ``cache.last_failure`` (a ``NoRoom``); misuse raises ``ValueError`` or
 ``LogicError``.
 
+Bug reports: ``manager.start_recording(path)`` before the first cache writes every call to an
+operation log; ``replay_operations(OperationLog.load(path))``, or ``helicore kv replay``, runs it
+again and tells where it first behaves otherwise.
+
 ``PrefixStore`` keeps blocks on disk beyond the process: ``put`` full blocks under
 ``get_root_key(scope)``; later ``match`` a prompt and ``get`` its blocks into free pages.
 """
@@ -83,10 +87,12 @@ from helicore._core.kv import (
     KVEvent,
     LayerGroupStats,
     LayerType,
+    LogEnd,
     LogicError,
     MigrationCounters,
     NoRoom,
     OnMismatch,
+    OperationLog,
     OutOfPagesError,
     PageIndexConverter,
     PageIndexMode,
@@ -99,6 +105,9 @@ from helicore._core.kv import (
     PrefixMatch,
     PrefixStore,
     PrefixStoreStats,
+    RecordingSummary,
+    ReplayDifference,
+    ReplayReport,
     ResourceBusyError,
     RetentionRange,
     ReuseScope,
@@ -107,6 +116,7 @@ from helicore._core.kv import (
     SwaScratchReuseConfig,
     SyncPolicy,
     get_root_key,
+    replay_operations,
 )
 
 _KVCache = KVCache
@@ -145,10 +155,12 @@ __all__ = [
     "KVEvent",
     "LayerGroupStats",
     "LayerType",
+    "LogEnd",
     "LogicError",
     "MigrationCounters",
     "NoRoom",
     "OnMismatch",
+    "OperationLog",
     "OutOfPagesError",
     "PageIndexConverter",
     "PageIndexMode",
@@ -161,6 +173,9 @@ __all__ = [
     "PrefixMatch",
     "PrefixStore",
     "PrefixStoreStats",
+    "RecordingSummary",
+    "ReplayDifference",
+    "ReplayReport",
     "ResourceBusyError",
     "RetentionRange",
     "ReuseScope",
@@ -169,4 +184,5 @@ __all__ = [
     "SwaScratchReuseConfig",
     "SyncPolicy",
     "get_root_key",
+    "replay_operations",
 ]
