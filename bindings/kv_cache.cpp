@@ -84,6 +84,11 @@ void set_capacity(KVCache& cache, int64_t capacity) {
   if (!cache.resize(capacity)) throw OutOfPages(*cache.last_failure());
 }
 
+void set_stream(KVCache& cache, int64_t stream) {
+  const nb::gil_scoped_release release;
+  cache.set_stream(stream);
+}
+
 void set_history_length(KVCache& cache, int64_t history_length) {
   const nb::gil_scoped_release release;
   if (!cache.resize(std::nullopt, history_length)) throw OutOfPages(*cache.last_failure());
@@ -224,7 +229,8 @@ void bind_cache(nb::module_& m) {
   cls.def_prop_rw("capacity", &KVCache::capacity, &set_capacity,
                   "Tokens with storage. Setting it raises OutOfPagesError when there is no room.")
       .def_prop_rw("history_length", &KVCache::history_length, &set_history_length)
-      .def_prop_rw("cuda_stream", &KVCache::stream, &KVCache::set_stream)
+      .def_prop_rw("cuda_stream", &KVCache::stream, &set_stream,
+                   "While ACTIVE, the new stream goes on after what the old one has by now.")
       .def_prop_ro("manager", &manager_of)
       .def_prop_ro("id", &KVCache::id)
       .def_prop_ro("status", &KVCache::status)

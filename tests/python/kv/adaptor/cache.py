@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from .names import (
     AttentionReusePolicy,
     CacheStatus,
-    CacheTier,
     LogicError,
     PageIndexMode,
     translated,
@@ -267,13 +266,9 @@ class _KVCache:
 
     @cuda_stream.setter
     def cuda_stream(self, stream: Any) -> None:
-        new, old = stream_handle(stream), self._native.cuda_stream
+        new = stream_handle(stream)
         if new is None:
             raise ValueError("cuda_stream must not be None")
-        on_gpu = self._manager.hot_tier == CacheTier.GPU_MEM
-        if on_gpu and self.is_active and old is not None and old != new:
-            done = torch.cuda.ExternalStream(old).record_event()
-            torch.cuda.ExternalStream(new).wait_event(done)
         with translated():
             self._native.cuda_stream = new
 
