@@ -238,7 +238,7 @@ class KVPool:
         """Totals of pages that moved between levels, as of now."""
         if not self.has_lower_levels:
             return
-        for level, moved in zip(levels, self._manager.migration_stats().levels, strict=True):
+        for level, moved in zip(levels, self._manager.get_migration_stats(), strict=True):
             level.offloaded_pages = sum(part.offloaded_pages for part in moved)
             level.offloaded_bytes = sum(part.offloaded_bytes for part in moved)
             level.onboarded_pages = sum(part.onboarded_pages for part in moved)
