@@ -79,7 +79,8 @@ std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config, const Storag
                                 const std::vector<LevelState>& levels) {
   std::vector<LevelSpec> specs;
   for (size_t i = 0; i < levels.size(); ++i) {
-    LevelSpec spec{levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}};
+    LevelSpec spec{
+        levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}, levels[i].grain};
     if (const auto* disk = std::get_if<DiskCacheTierConfig>(&config.cache_tiers[i])) {
       spec.directory = disk->path;
     }

@@ -30,7 +30,8 @@ PageStore::PageStore(const StorageLayout& layout, CacheDevice& device,
         group.pools.push_back(device.make_pool({.tier = spec.tier,
                                                 .num_bytes = piece * count,
                                                 .max_bytes = piece * spec.max_slots[id],
-                                                .directory = spec.directory}));
+                                                .directory = spec.directory,
+                                                .grain = spec.grain}));
       }
       num_pages += static_cast<size_t>(count);
       level.groups.push_back(std::move(group));

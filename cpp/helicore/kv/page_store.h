@@ -34,6 +34,7 @@ struct LevelSpec {
   TypedVec<PoolGroupId, int32_t> num_slots;
   TypedVec<PoolGroupId, int32_t> max_slots;  // what a later resize may ask for
   std::string directory{};                   // of a disk level
+  int64_t grain = 0;                         // bytes by which its pools grow; 0: the device's least
 };
 
 // Page life:
