@@ -84,7 +84,7 @@ def memory(device: str, address: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.as_tensor(_CudaMemory(address, shape), device="cuda")
     count = int(np.prod(shape))
     raw = (ctypes.c_int64 * count).from_address(address)
-    return torch.from_numpy(np.frombuffer(raw, np.int64).reshape(shape))
+    return torch.from_numpy(np.ctypeslib.as_array(raw).reshape(shape))
 
 
 @dataclass

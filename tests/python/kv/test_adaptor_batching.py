@@ -212,6 +212,7 @@ def test_a_transfer_that_is_wrong_is_noticed(device: str) -> None:
     assert context.prefill(sent)
     assert got.cache.resume(generation.stream)
     assert got.cache.resize(20, 20)
+    sent.cache.cuda_stream = generation.stream
     copy_pages((context, sent.cache), (generation, got.cache), [BufferId(0, "k"), BufferId(0, "v")])
     got.written = 20
     assert generation.decode(got, 7)
