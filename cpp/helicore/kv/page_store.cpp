@@ -180,6 +180,13 @@ void PageStore::set_filled(PageId id, TimePoint point) noexcept {
   home(page).filled[static_cast<size_t>(page.slot.value())] = point;
 }
 
+void PageStore::set_written(PageId id, TimePoint point) noexcept {
+  const TimePoint now = filled(id);
+  // A copy that the stream made since may come after the point.
+  const bool is_later = now.timeline() != point.timeline() || now.value() < point.value();
+  if (!point.is_none() && is_later) set_filled(id, point);
+}
+
 TimePoint PageStore::last_use(PageId id) const noexcept {
   const PageRecord& page = pages_[id];
   return home(page).last_use[static_cast<size_t>(page.slot.value())];

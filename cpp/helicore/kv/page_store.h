@@ -109,9 +109,7 @@ class PageStore {
   [[nodiscard]] TimePoint filled(PageId id) const noexcept;
   void set_filled(PageId id, TimePoint point) noexcept;
   // The owner's work up to `point` wrote the page.
-  void set_written(PageId id, TimePoint point) noexcept {
-    if (!point.is_none()) set_filled(id, point);
-  }
+  void set_written(PageId id, TimePoint point) noexcept;
   // When nobody reads or writes the page's slot any more.
   [[nodiscard]] TimePoint last_use(PageId id) const noexcept;
   void add_use(PageId id, TimePoint point);
