@@ -294,6 +294,20 @@ StreamHandle KVCache::device_stream() const noexcept {
   return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
 }
 
+void KVCache::set_stream(int64_t stream) {
+  if (!is_active() || stream_.value_or(stream) == stream) {
+    stream_ = stream;
+    return;
+  }
+  CacheDevice& device = *state_->device;
+  const TimePoint before = device.record(device_stream());
+  const bool is_done = before.is_none() || device.reached(before);
+  HELICORE_KV_STATE(is_done || device.is_waitable(before), "kv.cuda_stream", "cache ", id_,
+                    " has a step that is not complete; complete it or suspend first");
+  stream_ = stream;
+  if (!is_done) device.wait(device_stream(), {&before, 1});
+}
+
 TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
 }

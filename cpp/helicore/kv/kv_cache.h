@@ -133,7 +133,7 @@ class KVCache {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  void set_stream(int64_t stream) noexcept { stream_ = stream; }
+  void set_stream(int64_t stream);  // goes on after the old one; throws while a step of it runs
   // Why the last resume or resize returned false; nullopt after a success.
   [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
 
