@@ -30,6 +30,9 @@ class BatchMarks {
   Mark mark_;
 };
 
+// A resize that took pages, whose stream may have to wait for them.
+constexpr uint8_t kMayWait = 2;
+
 uint64_t address_of(const std::byte* p) { return reinterpret_cast<uint64_t>(p); }
 
 }  // namespace
@@ -212,7 +215,7 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
         continue;
       }
       if (!lock.owns_lock()) take_lock();
-      results[i] = caches[i]->resize_locked(cursors) ? 1 : 0;
+      results[i] = caches[i]->resize_locked(cursors) ? kMayWait : 0;
     }
     if (!lock.owns_lock()) return;
     state_->verify();
@@ -220,7 +223,7 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     error = std::current_exception();
   }
   for (size_t i = 0; i < caches.size(); ++i) {
-    if (results[i] == 0) continue;
+    if (results[i] != kMayWait) continue;
     results[i] = caches[i]->finish_waits(state_->stats.failed_resizes) ? 1 : 0;
   }
   if (error) std::rethrow_exception(error);

@@ -38,7 +38,7 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
   owns_rows_ = true;
-  last_failure_.reset();
+  forget_failure();
   return true;
 }
 
@@ -250,7 +250,7 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
   status_ = CacheStatus::kActive;
   owns_rows_ = true;
   lock_pages();
-  last_failure_.reset();
+  forget_failure();
   ++state.num_active;
   ++state.stats.num_resumes;
   return true;
