@@ -226,6 +226,7 @@ bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
   }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
+  lengths_.add(capacity_, history_length_);
   last_failure_.reset();
   return true;
 }

@@ -14,6 +14,7 @@
 #include "helicore/kv/index_table.h"
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/prefetch.h"
+#include "helicore/kv/rebalance.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
 
@@ -131,6 +132,7 @@ class KVCache {
 
  private:
   friend class KVCacheManager;
+  friend class LevelSizer;
   friend class PrefetchTicket;
   friend struct ManagerState;
   friend struct Introspection;
@@ -216,6 +218,8 @@ class KVCache {
   bool add_copies(int32_t end, std::span<int32_t> need) const;
   [[nodiscard]] bool must_copy(int32_t ordinal, size_t life_cycle) const noexcept;
   [[nodiscard]] bool must_copy_state() const noexcept;
+  // Blocks from the start that other caches hold as well.
+  [[nodiscard]] int32_t count_shared_prefix() const noexcept;
   // Held by another cache or shown by the tree.
   [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
   [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
@@ -285,6 +289,7 @@ class KVCache {
   std::optional<int64_t> stream_;
   int64_t id_;
   int32_t num_reused_ = 0;
+  LengthMeans lengths_;  // over its resizes
   std::vector<int32_t> reused_by_level_;
   size_t registry_index_ = 0;  // in the manager's list of open caches
   ReuseScope scope_;

@@ -141,6 +141,21 @@ bool KVCache::is_shared(int32_t ordinal) const noexcept {
   return false;
 }
 
+int32_t KVCache::count_shared_prefix() const noexcept {
+  int32_t count = 0;
+  for (; count < num_blocks_; ++count) {
+    bool any = false;
+    bool all = true;
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (page(count, lc).is_null()) continue;
+      any = true;
+      all = all && state_->store.page(page(count, lc).id).hold_count > 1;
+    }
+    if (!any || !all) break;
+  }
+  return count;
+}
+
 bool KVCache::any_shared(int32_t begin, int32_t end) const noexcept {
   for (int32_t b = begin; b < end; ++b) {
     if (is_shared(b)) return true;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
@@ -10,6 +11,7 @@
 
 #include "helicore/kv/config.h"
 #include "helicore/kv/layout.h"
+#include "helicore/kv/level_sizer.h"
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/migration.h"
 #include "helicore/kv/page_store.h"
@@ -33,8 +35,10 @@ inline constexpr bool kDebugChecks = false;
 // What was decided about each level at construction, or by the last resize.
 struct LevelState {
   CacheTier tier = CacheTier::kHostMem;
-  int64_t grain = 0;  // bytes
-  QuotaSplit split;
+  int64_t grain = 0;                           // bytes
+  QuotaSplit split{};                          // slots whose memory is there, kept up to date
+  int64_t max_quota = 0;                       // bytes: the most that a resize may ask for
+  TypedVec<PoolGroupId, int32_t> max_slots{};  // for which addresses are reserved
 };
 
 struct ManagerState {
@@ -59,6 +63,8 @@ struct ManagerState {
   RadixTree tree;
   MigrationStats migration_stats;
   Migrator migrator;
+  std::function<int64_t()> now_ns;  // a monotonic clock
+  LevelSizer sizer;
   KVCacheStats stats;
   std::vector<KVCache*> caches;  // the open ones; not owned
   KVCacheManager* owner = nullptr;
