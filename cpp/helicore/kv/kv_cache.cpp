@@ -220,7 +220,9 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (may_share_ || is_lost_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_ ||
+  // A commit may have adopted a page that is still on its way: the stream has yet to wait for it.
+  if (may_share_ || is_lost_ || !waits_.empty() ||
+      ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_ ||
       makes_stale(cursors.history)) {
     return false;
   }
