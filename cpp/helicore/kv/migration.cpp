@@ -279,7 +279,8 @@ bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroup
       if (!store_.pages().is_current(pages[done])) continue;  // went with a page that was dropped
       const PageRecord& page = store_.page(pages[done].id);
       if (source >= 0 && page.level != source) break;
-      if (!page.to_copy && room-- <= 0) break;
+      if (!page.to_copy && room <= 0) break;
+      --room;  // copies that are moved to are part of the room, and nobody else's
       source = page.level;
       batch_.push_back(pages[done].id);
     }
