@@ -125,7 +125,8 @@ class KVCacheManager {
   // The most tokens, <= upper, that one sequence can have next to batch_size - 1 of one token.
   [[nodiscard]] int64_t clamp_max_seq_len_for_mem(int64_t batch_size, int64_t upper) const;
   // When a request can run to its end without preempting anyone. `running`: active caches; those
-  // that are left out are taken to keep what they have for ever. Throws InvalidArgument.
+  // that are left out are taken to keep what they have for ever. No other thread may drive them
+  // meanwhile. Throws InvalidArgument.
   [[nodiscard]] AdmissionForecast forecast_admission(std::span<const ExpectedLength> running,
                                                      const SequencePlan& request) const;
 

@@ -188,6 +188,10 @@ int64_t LevelSizer::shrink_group(int level, PoolGroupId group, int64_t max_pages
   while (slots.capacity() > way.target.num_slots[group]) {
     if (slots.limit() == slots.capacity()) begin_step(level, group);
     moved += evacuate(level, group, max_pages - moved);
+    // A page that took over the slot of a locked one is not on the list yet.
+    if (way.tails[group].empty() && slots.num_in_use_beyond_limit() > 0) {
+      collect_tail(level, group);
+    }
     if (!way.tails[group].empty() || !store.finish_shrink(level, group)) break;
     update_split(level);
   }
@@ -201,10 +205,15 @@ void LevelSizer::begin_step(int level, PoolGroupId group) {
                                           store.slots(group, level).capacity() - way.step[group]);
   store.set_limit(level, group, static_cast<int32_t>(limit));
   store.drop_copies_beyond_limit(level, group);
+  collect_tail(level, group);
+}
+
+void LevelSizer::collect_tail(int level, PoolGroupId group) {
+  Transition& way = *plan(level).transition;
   way.tails[group].clear();
   way.next[group] = 0;
-  for (PageId id : store.pages_beyond_limit(level, group)) {
-    way.tails[group].push_back(store.pages().handle(id));
+  for (PageId id : state_.store.pages_beyond_limit(level, group)) {
+    way.tails[group].push_back(state_.store.pages().handle(id));
   }
 }
 

@@ -90,7 +90,8 @@ class LevelSizer {
   struct Transition {
     QuotaSplit target;
     GroupSlots step;  // slots by which a group shrinks at a time
-    // Pages beyond the limit when it was set. None come in; those that left are taken off.
+    // Pages beyond the limit when it was set; those that left are taken off. A page comes in only
+    // by taking over the slot of one that is there.
     TypedVec<PoolGroupId, std::vector<PageHandle>> tails;
     TypedVec<PoolGroupId, size_t> next;  // where to look next in `tails`
   };
@@ -120,6 +121,7 @@ class LevelSizer {
   void start(int level, QuotaSplit target, int64_t num_steps);
   void cancel(int level);
   void begin_step(int level, PoolGroupId group);
+  void collect_tail(int level, PoolGroupId group);
   // One round over the groups; how many pages moved. Ends the transition when it is reached.
   int64_t advance(int level, int64_t max_pages);
   int64_t shrink_group(int level, PoolGroupId group, int64_t max_pages);

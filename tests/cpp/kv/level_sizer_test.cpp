@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <thread>
+
 #include "kv/sizing_bench.h"
 
 namespace helicore::kv::testing {
@@ -398,6 +401,32 @@ TEST(LevelSizer, every_level_shrinks_under_suspended_caches_and_comes_back) {
   EXPECT_EQ(b.wrong(*a, 1), "");
   EXPECT_EQ(b.wrong(*c, 2), "");
   EXPECT_THAT(b.device().violations(), IsEmpty());
+}
+
+// Under the thread sanitizer: sizes change in one thread while another one drives sequences.
+TEST(LevelSizer, another_thread_may_resize) {
+  KVCacheManager manager(sizing_config({64, 64}));
+  std::atomic<bool> is_over{false};
+  std::thread sizer([&] {
+    for (int i = 0; !is_over; ++i) {
+      (void)manager.resize(i % 2, (16 + 16 * (i % 5)) * kUnit, i % 3 > 0);
+      (void)manager.maintain(4);
+      (void)manager.page_index_upper_bound(0, "k");
+      (void)manager.pool_group_descs();
+      (void)manager.clamp_max_seq_len_for_mem(1, 1000);
+    }
+  });
+  for (int i = 0; i < 300; ++i) {
+    auto cache = manager.create_kv_cache({.input_tokens = SizingBench::tokens(i % 7, 16)});
+    if (!cache->resume() || !cache->resize(40)) continue;
+    const int32_t done = cache->num_committed_tokens();
+    const auto tokens = SizingBench::tokens(i % 7, 40);
+    cache->commit(std::span(tokens).subspan(static_cast<size_t>(done)));
+    if (i % 2 == 0) cache->suspend();
+  }
+  is_over = true;
+  sizer.join();
+  Introspection::check(manager);
 }
 
 }  // namespace

@@ -107,6 +107,7 @@ class SizingBench {
   template <typename Visitor>
   void for_each_page(const KVCache& cache, const Visitor& visit) {
     for (const LayerConfig& config : manager_->init_config().layers) {
+      if (std::holds_alternative<SsmLayerConfig>(config)) continue;
       const int32_t layer = layer_id_of(config);
       const BufferAttr& buffer = manager_->buffer_attr(layer, "k");
       auto* base = reinterpret_cast<std::byte*>(manager_->mem_pool_base_address(layer, "k"));
