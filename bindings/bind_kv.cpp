@@ -20,6 +20,8 @@ namespace helicore::bindings {
 void bind_kv_config(nb::module_& m);
 void bind_kv_events(nb::module_& m);
 void bind_kv_layout(nb::module_& m);
+void bind_kv_recording(nb::module_& m);
+void bind_recording_methods(nb::class_<kv::KVCacheManager>& cls);
 void bind_kv_store(nb::module_& m);
 
 namespace {
@@ -362,6 +364,7 @@ void bind_manager(nb::module_& m) {
       .def_prop_ro("num_total_blocks", &M::num_total_blocks,
                    "Blocks that fit when nothing else is there.");
   bind_layout_queries(cls);
+  bind_recording_methods(cls);
 }
 
 }  // namespace
@@ -377,6 +380,7 @@ void bind_kv(nb::module_& m) {
   bind_kv_config(m);
   bind_kv_layout(m);
   bind_kv_events(m);
+  bind_kv_recording(m);
   bind_errors(m);
   bind_prefetch(m);
   bind_cache(m);

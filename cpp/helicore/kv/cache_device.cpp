@@ -5,6 +5,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/cpu_device.h"
+#include "helicore/kv/cuda/cuda_device.h"
 
 namespace helicore::kv {
 
@@ -36,7 +37,7 @@ int64_t default_grain(CacheTier tier, int64_t quota) noexcept {
 std::unique_ptr<CacheDevice> make_cache_device(const CacheDeviceConfig& config) {
   config.validate();
   if (config.type == DeviceType::kCpu) return std::make_unique<CpuDevice>(config);
-  throw NotSupported("[kv.cache_device] this build has no CUDA");
+  return make_cuda_device(config);
 }
 
 }  // namespace helicore::kv

@@ -35,7 +35,7 @@ class MemoryPool {
   // Bytes that may be used now.
   [[nodiscard]] virtual int64_t num_bytes() const noexcept = 0;
   // Grows or shrinks to `num_bytes`, at most the `max_bytes` it was made with. All or nothing.
-  // Shrinking gives the tail back to the system; nothing may use it any more. Throws OutOfMemory.
+  // Shrinking gives the tail back; nothing may use it any more. Throws OutOfMemory.
   virtual void resize(int64_t num_bytes) = 0;
   // Start of the memory; null for a file.
   [[nodiscard]] virtual std::byte* data() const noexcept = 0;
@@ -51,6 +51,7 @@ struct PoolSpec {
   int64_t num_bytes = 0;    // to begin with
   int64_t max_bytes = 0;    // the most that resize() may ask for: reserved as addresses only
   std::string directory{};  // kDisk: where the anonymous file is made
+  int64_t grain = 0;        // kGpuMem: what it grows by, grain(); 0: the least that the GPU can
 };
 
 // One piece of a page on its way: `num_bytes` from `src` at `src_offset` to `dst` at `dst_offset`.
@@ -88,6 +89,9 @@ class CacheDevice {
   [[nodiscard]] virtual int64_t grain(CacheTier tier, int64_t quota) const noexcept = 0;
   // Throws OutOfMemory.
   [[nodiscard]] virtual std::unique_ptr<MemoryPool> make_pool(const PoolSpec& spec) = 0;
+  // Pools that shrink may leave up to 1 GiB with the device for pools that grow next; this gives it
+  // to the system.
+  virtual void trim() noexcept {}
 
   // A point that is reached once everything submitted to `stream` so far is done. Cheap: calls
   // without new work in between may return the same point. Never blocks.

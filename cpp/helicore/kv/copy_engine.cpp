@@ -22,15 +22,19 @@ CopyEngine::CopyEngine(Timelines& timelines, const CopyEngineOptions& options,
                        std::unique_ptr<AsyncIo> io)
     : timelines_(&timelines), options_(options), io_(std::move(io)) {}
 
+void CopyEngine::drain() {
+  std::unique_lock lock(mutex_);
+  promote();
+  changed_.wait(lock, [this] {
+    return memory_ready_.empty() && memory_running_.empty() && reads_ready_.empty() &&
+           writes_ready_.empty() && files_running_.empty();
+  });
+}
+
 CopyEngine::~CopyEngine() {
+  drain();
   {
-    std::unique_lock lock(mutex_);
-    promote();
-    const auto idle = [this] {
-      return memory_ready_.empty() && memory_running_.empty() && reads_ready_.empty() &&
-             writes_ready_.empty() && files_running_.empty();
-    };
-    changed_.wait(lock, idle);
+    const std::scoped_lock lock(mutex_);
     stopping_ = true;
   }
   memory_work_.notify_all();
@@ -77,10 +81,23 @@ void CopyEngine::submit(TimePoint done, std::span<const CopyTask> tasks,
   }
   const std::scoped_lock lock(mutex_);
   if (!tasks.empty()) start_threads(batch.route);
+  enter(added);
+}
+
+void CopyEngine::submit_call(std::function<void()> call, std::vector<TimePoint> after) {
+  BatchList added(1);
+  added.front().call = std::move(call);
+  added.front().after = std::move(after);
+  const std::scoped_lock lock(mutex_);
+  start_threads(Route::kMemory);
+  enter(added);
+}
+
+void CopyEngine::enter(BatchList& added) {
   if (timelines_->polled() && !poller_.joinable()) {
     poller_ = std::thread([this] { run_poller(); });
   }
-  bytes_in_flight_ += batch.file_bytes;
+  bytes_in_flight_ += added.front().file_bytes;
   waiting_.splice(waiting_.end(), added);
   promote();
   if (!waiting_.empty()) changed_.notify_all();
@@ -122,7 +139,7 @@ void CopyEngine::promote() {
       auto& after = batch->after;
       while (!after.empty() && timelines_->reached(after.back())) after.pop_back();
       if (!after.empty()) continue;
-      if (batch->tasks.empty()) {
+      if (batch->tasks.empty() && !batch->call) {
         timelines_->advance(batch->done);
         waiting_.erase(batch);
         again = true;
@@ -143,7 +160,7 @@ void CopyEngine::finish(BatchList& from, BatchList::iterator batch,
   failures_.insert(failures_.end(), failed.begin(), failed.end());
   num_failures_ += failed.size();
   bytes_in_flight_ -= batch->file_bytes;
-  timelines_->advance(batch->done);
+  if (!batch->call) timelines_->advance(batch->done);
   from.erase(batch);
   promote();
   changed_.notify_all();
@@ -180,6 +197,7 @@ void CopyEngine::run_memory() noexcept {
       memory_running_.splice(memory_running_.end(), memory_ready_, batch);
     }
     lock.unlock();
+    if (batch->call) batch->call();
     for (const CopyTask& part : slice) {
       std::memmove(part.dst->data() + part.dst_offset, part.src->data() + part.src_offset,
                    static_cast<size_t>(part.num_bytes));

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -48,8 +48,13 @@ class CopyEngine {
   // Advances `done` when the tasks have ended, well or not. No tasks: as soon as all of `after` is
   // reached. Throws (std::system_error, bad_alloc) only before anything has started.
   void submit(TimePoint done, std::span<const CopyTask> tasks, std::vector<TimePoint> after);
+  // Calls `call` on a copy thread once all of `after` is reached, and advances nothing: the call,
+  // or what it starts, does. It must not throw, nor wait for this engine.
+  void submit_call(std::function<void()> call, std::vector<TimePoint> after);
   // Looks again at batches that wait; whoever advances a timeline from outside calls it.
   void poke();
+  // Blocks until everything that may run has ended; batches that wait stay.
+  void drain();
   // Ends for `done` something that was not the engine's: advances and pokes.
   void advance(TimePoint done);
   // A task that somebody else ran has failed.
@@ -65,6 +70,7 @@ class CopyEngine {
   struct Batch {
     TimePoint done;
     std::vector<CopyTask> tasks;
+    std::function<void()> call;  // instead of tasks
     std::vector<TimePoint> after;
     Route route = Route::kMemory;
     int64_t file_bytes = 0;
@@ -78,6 +84,7 @@ class CopyEngine {
   using Slice = std::vector<CopyTask>;
 
   void start_threads(Route route);  // lock held
+  void enter(BatchList& added);     // lock held
   void promote();                   // lock held: waiting -> ready
   void finish(BatchList& from, BatchList::iterator batch,
               const std::vector<uint64_t>& failed);  // lock held

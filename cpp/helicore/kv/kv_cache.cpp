@@ -5,6 +5,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 namespace {
@@ -24,9 +25,10 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
     : state_(&state),
       tokens_per_block_(state.config.tokens_per_block),
       needs_state_(state.ssm.has_value()),
-      priority_(static_cast<uint8_t>(args.priority)),
+      retention_(args.retention),
       tables_(state.num_life_cycles),
       id_(args.id.value_or(state.next_id)),
+      serial_(state.next_id),
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
       scope_(args.scope) {
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
@@ -47,7 +49,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   for (int32_t b = num_blocks - 1; b >= 0; --b) hold_block(path[static_cast<size_t>(b)], b);
   if (found.ssm_node != kNoNode) {
     const PageId page = state.tree.pages(found.ssm_node)[static_cast<size_t>(state.ssm->value())];
-    state.store.hold(page, priority_);
+    state.store.hold(page, priority_of(num_blocks - 1));
     state_page_ = state.store.pages().handle(page);
   }
   const int32_t num_full = matched / tokens_per_block_;
@@ -70,16 +72,20 @@ void KVCache::hold_block(NodeId node, int32_t ordinal) {
   const int32_t num_tokens =
       std::min(tokens_per_block_, history_length_ - ordinal * tokens_per_block_);
   const auto shown = state.tree.pages(node);
+  const uint8_t priority = priority_of(ordinal);
   int coldest = kHotLevel;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     if (state.is_ssm(lc) || shown[lc] == kNoPage) continue;
     const PageRecord& record = state.store.page(shown[lc]);
     if (record.num_tokens < num_tokens || stale(lc, history_length_).contains(ordinal)) continue;
     coldest = std::max(coldest, int{record.level});
-    state.store.hold(shown[lc], priority_);
+    state.store.hold(shown[lc], priority);
+    LifeCycleStats& stats = state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))];
+    ++stats.reused_pages;
+    stats.reused_tokens += static_cast<uint64_t>(num_tokens);
     page(ordinal, lc) = state.store.pages().handle(shown[lc]);
   }
-  state.tree.priority_raised(node, priority_);
+  state.tree.priority_raised(node, priority);
   reused_by_level_[static_cast<size_t>(coldest)] += num_tokens;
 }
 
@@ -92,6 +98,7 @@ KVCache::~KVCache() {
 }
 
 bool KVCache::resume(std::optional<int64_t> stream) {
+  if (auto* sink = recording(state_)) return recorded::resume(*sink, *this, stream);
   HELICORE_KV_STATE(status_ == CacheStatus::kSuspended, "kv.resume", "cache ", id_, " is ",
                     name_of(status_), ", must be SUSPENDED");
   {
@@ -105,6 +112,7 @@ bool KVCache::resume(std::optional<int64_t> stream) {
 }
 
 void KVCache::suspend() {
+  if (auto* sink = recording(state_)) return recorded::suspend(*sink, *this);
   HELICORE_KV_STATE(is_active(), "kv.suspend", "cache ", id_, " is ", name_of(status_),
                     ", must be ACTIVE");
   const std::unique_lock lock(state_->mutex);
@@ -114,6 +122,8 @@ void KVCache::suspend() {
 }
 
 bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> history_length) {
+  if (auto* sink = recording(state_))
+    return recorded::resize(*sink, *this, capacity, history_length);
   const Cursors cursors = check_resize(capacity, history_length);
   if (!kDebugChecks && !state_->has_new_failures() && resize_within_blocks(cursors)) return true;
   {
@@ -127,6 +137,7 @@ bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> his
 }
 
 void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
+  if (auto* sink = recording(state_)) return recorded::commit(*sink, *this, tokens, is_end);
   check_commit(tokens.size());
   check_tokens(tokens);
   if (!kDebugChecks && !state_->has_new_failures() && fills_no_block(tokens.size()) && !is_end) {
@@ -142,6 +153,7 @@ void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
 }
 
 void KVCache::stop_committing() {
+  if (auto* sink = recording(state_)) return recorded::stop_committing(*sink, *this);
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.stop_committing", "cache ", id_,
                     " is CLOSED");
   const std::unique_lock lock(state_->mutex);
@@ -153,6 +165,7 @@ void KVCache::stop_committing() {
 
 void KVCache::close() {
   if (status_ == CacheStatus::kClosed) return;
+  if (auto* sink = recording(state_)) return recorded::close(*sink, *this);
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   close_locked();
@@ -266,6 +279,10 @@ NodeId KVCache::shown_node(int32_t ordinal) const noexcept {
   return kNoNode;
 }
 
+uint8_t KVCache::priority_of(int32_t ordinal) const noexcept {
+  return retention_.of_block(ordinal * tokens_per_block_).priority;
+}
+
 StreamHandle KVCache::device_stream() const noexcept {
   const StreamHandle stream = stream_.value_or(0);
   return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
@@ -335,6 +352,9 @@ std::span<const int32_t> KVCache::base_page_indices(LifeCycleId group, int beam)
 
 void KVCache::set_base_page_index_buf(int beam, LifeCycleId group,
                                       std::optional<std::span<int32_t>> row) {
+  if (auto* sink = recording(state_)) {
+    return recorded::set_index_row(*sink, *this, beam, group, row);
+  }
   IndexTable& entry = const_cast<IndexTable&>(table(group, beam));
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.set_base_page_index_buf", "cache ", id_,
                     " is CLOSED");

@@ -7,21 +7,21 @@
 #include <span>
 #include <vector>
 
-#include "helicore/core/typed_index.h"
 #include "helicore/core/types.h"
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
 #include "helicore/kv/index_table.h"
 #include "helicore/kv/page_slab.h"
+#include "helicore/kv/planned_drop.h"
 #include "helicore/kv/prefetch.h"
 #include "helicore/kv/rebalance.h"
+#include "helicore/kv/retention.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
 
 namespace helicore::kv {
 
 struct ManagerState;
-class KVCache;
 class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
@@ -86,6 +86,10 @@ class KVCache {
   void commit(std::span<const TokenId> tokens, bool is_end = false);
   // Publishes the committed part of the last block, when partial reuse is on. Idempotent.
   void stop_committing();
+  // A plan to drop, when its caller says so, the pages that only the exact continuation of this
+  // sequence would reuse: window pages at its end and its last snapshot. After stop_committing().
+  // Null when the committed tokens can't all be reused.
+  [[nodiscard]] std::unique_ptr<PlannedDrop> plan_committed_block_drop();
   // Gives every page back, last block first. Idempotent; the destructor calls it.
   void close();
 
@@ -104,6 +108,8 @@ class KVCache {
   // The manager that made it; null once that is gone.
   [[nodiscard]] KVCacheManager* manager() const noexcept;
   [[nodiscard]] int64_t id() const noexcept { return id_; }
+  // Its number among the caches that the manager made, from 0.
+  [[nodiscard]] int64_t serial() const noexcept { return serial_; }
   [[nodiscard]] CacheStatus status() const noexcept { return status_; }
   [[nodiscard]] CommitState commit_state() const noexcept { return commit_state_; }
   [[nodiscard]] bool is_active() const noexcept { return status_ == CacheStatus::kActive; }
@@ -124,7 +130,7 @@ class KVCache {
   [[nodiscard]] bool is_lost() const noexcept { return is_lost_; }
   [[nodiscard]] std::vector<TokenId> committed_tokens() const;
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
-  [[nodiscard]] int priority() const noexcept { return priority_; }
+  [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
   void set_stream(int64_t stream) noexcept { stream_ = stream; }
   // Why the last resume or resize returned false; nullopt after a success.
@@ -141,7 +147,7 @@ class KVCache {
     ReuseScope scope;
     std::span<const TokenId> tokens;
     std::optional<int64_t> id;
-    int priority = kPriorityDefault;
+    Retention retention;
   };
 
   // Matches and holds; call with the lock.
@@ -201,11 +207,6 @@ class KVCache {
   // Moves history on; blocks that become stale are let go, or kept until they are committed.
   void advance_history(int32_t history);
   void let_go_stale(int32_t ordinal, size_t life_cycle);
-  // Slots per pool group that a growing history gives up.
-  struct Yield {
-    int32_t freed = 0;      // private pages
-    int32_t droppable = 0;  // pages that the tree shows and nobody else holds
-  };
   [[nodiscard]] std::vector<Yield> count_yields(int32_t history) const;
   // New blocks of the life cycle that get pages when there are `num_blocks`.
   [[nodiscard]] int32_t count_growth(size_t life_cycle, int32_t num_blocks, int32_t history) const;
@@ -218,15 +219,16 @@ class KVCache {
   bool add_copies(int32_t end, std::span<int32_t> need) const;
   [[nodiscard]] bool must_copy(int32_t ordinal, size_t life_cycle) const noexcept;
   [[nodiscard]] bool must_copy_state() const noexcept;
-  // Blocks from the start that other caches hold as well.
-  [[nodiscard]] int32_t count_shared_prefix() const noexcept;
   // Held by another cache or shown by the tree.
   [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
   [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
   // device throws, nothing changed.
   void copy_blocks_locked(int32_t end);
-  [[nodiscard]] PageHandle fresh_page(size_t life_cycle);
+  [[nodiscard]] PageHandle fresh_page(int32_t ordinal, size_t life_cycle);
+  [[nodiscard]] uint8_t priority_of(int32_t ordinal) const noexcept;
+  // The block's pages have been committed: their retention begins.
+  void start_retention(NodeId node, int32_t ordinal);
   void install_page(const Replacement& replacement);
   void release_block_locked(int32_t ordinal);
   void release_page(int32_t ordinal, size_t life_cycle);
@@ -259,7 +261,6 @@ class KVCache {
     return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
   }
   [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
-  [[nodiscard]] size_t num_tail_tokens() const noexcept { return tail_tokens_.size(); }
 
   ManagerState* state_;  // null once the manager is gone
   int32_t tokens_per_block_;
@@ -275,7 +276,7 @@ class KVCache {
   bool may_share_ = false;    // forks may hold blocks that are not yet committed here
   bool in_batch_ = false;     // seen by the batch call that is checking its arguments
   bool is_lost_ = false;
-  uint8_t priority_;
+  Retention retention_;
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
   std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
   std::vector<PageHandle> pages_;     // [num_blocks][life cycle]; null: stale, or none
@@ -288,6 +289,7 @@ class KVCache {
   std::optional<NoRoom> last_failure_;
   std::optional<int64_t> stream_;
   int64_t id_;
+  int64_t serial_;
   int32_t num_reused_ = 0;
   LengthMeans lengths_;  // over its resizes
   std::vector<int32_t> reused_by_level_;

@@ -45,6 +45,7 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
     if (own.is_null() || state.life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
     if (is_live(ordinal, lc)) state.store.set_written(own.id, fence());
     shown[lc] = own;
+    ++state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].committed_pages;
   }
   const InsertResult result = state.tree.insert(tail_node_, tokens, shown);
   if (result.outcome == InsertOutcome::kExisting) adopt_block(result.node, ordinal);
@@ -54,10 +55,22 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
     state.store.unhold(page(ordinal, lc));
     page(ordinal, lc) = PageHandle();
   }
+  if (retention_.expires()) start_retention(result.node, ordinal);
   ++state.stats.committed_blocks;
   state.tree.pin(result.node);
   state.tree.unpin(tail_node_);
   tail_node_ = result.node;
+}
+
+void KVCache::start_retention(NodeId node, int32_t ordinal) {
+  const Retention::Worth worth = retention_.of_block(ordinal * tokens_per_block_);
+  if (worth.duration_ms == 0) return;
+  const int64_t at = state_->now_ns() + worth.duration_ms * 1'000'000;
+  for (PageId page : state_->tree.pages(node)) {
+    if (page != kNoPage) {
+      state_->timers.add(at, state_->store.pages().handle(page), retention_.base());
+    }
+  }
 }
 
 void KVCache::adopt_block(NodeId node, int32_t ordinal) {
@@ -66,7 +79,7 @@ void KVCache::adopt_block(NodeId node, int32_t ordinal) {
     if (state_->is_ssm(lc) || state_->life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
     is_rebase |= adopt_page(node, ordinal, lc);
   }
-  state_->tree.priority_raised(node, priority_);
+  state_->tree.priority_raised(node, priority_of(ordinal));
   state_->stats.rebased_blocks += is_rebase ? 1 : 0;
 }
 
@@ -87,7 +100,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   if (!is_live(ordinal, life_cycle)) return true;  // the tree has it: ours goes
   if (store.page(theirs).level == kHotLevel) {
     const PageHandle adopted = store.pages().handle(theirs);
-    store.hold(theirs, priority_);
+    store.hold(theirs, priority_of(ordinal));
     store.lock(adopted);
     wait_for(store.filled(theirs));
     store.unlock(own, fence());
@@ -98,7 +111,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (mine.hold_count > 1 || mine.node != kNoNode) return false;  // stays a private duplicate
   // Theirs is on a colder level: it moves into our slot without a copy.
-  store.promote(theirs, own, priority_);
+  store.promote(theirs, own, priority_of(ordinal));
   own = store.pages().handle(theirs);
   return true;
 }
@@ -159,7 +172,8 @@ NodeId KVCache::insert_tail_copies() {
   try {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       if (!is_tail_copied(ordinal, lc)) continue;
-      copies[lc] = state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
+      copies[lc] =
+          state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
       state.store.copy_page(page(ordinal, lc), copies[lc], device_stream());
     }
   } catch (...) {
@@ -200,7 +214,7 @@ bool KVCache::snapshot_state(bool may_move) {
       return false;
     }
     if (!moves) {
-      snapshot = state.store.allocate(*state.ssm, priority_);
+      snapshot = state.store.allocate(*state.ssm, priority_of(ordinal));
       state.store.copy_page(state_page_, snapshot, device_stream());
     }
     if (!is_aligned) node = moves ? tail_node_with_own_pages() : insert_tail_copies();

@@ -5,10 +5,12 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 
 void KVCache::truncate(int64_t num_tokens) {
+  if (auto* sink = recording(state_)) return recorded::truncate(*sink, *this, num_tokens);
   const int32_t end = check_truncate("kv.truncate", num_tokens);
   if (!kDebugChecks && truncate_within_blocks(end)) return;
   const std::unique_lock lock(state_->mutex);
@@ -71,6 +73,7 @@ void KVCache::truncate_locked(int32_t num_tokens) {
 }
 
 std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
+  if (auto* sink = recording(state_)) return recorded::fork(*sink, *this, id);
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.fork", "cache ", id_, " is CLOSED");
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -88,10 +91,11 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
       commit_state_(parent.commit_state_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
-      priority_(parent.priority_),
+      retention_(parent.retention_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
       id_(id.value_or(parent.state_->next_id)),
+      serial_(parent.state_->next_id),
       num_reused_(parent.num_reused_),
       reused_by_level_(parent.reused_by_level_),
       scope_(parent.scope_) {
@@ -111,12 +115,12 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
   for (int32_t b = 0; b < num_blocks; ++b) {
     for (size_t lc = 0; lc < tables_.size(); ++lc) {
       if (page(b, lc).is_null()) continue;
-      state.store.hold(page(b, lc).id, priority_);
+      state.store.hold(page(b, lc).id, priority_of(b));
       if (b >= first_shared && !needs_copy_) state.store.mark_forked(page(b, lc));
     }
   }
   state_page_ = parent.state_page_;
-  if (!state_page_.is_null()) state.store.hold(state_page_.id, priority_);
+  if (!state_page_.is_null()) state.store.hold(state_page_.id, retention_.base());
   may_share_ = (first_shared < num_blocks && !needs_copy_) || (state.ssm && !needs_state_);
   tail_node_ = parent.tail_node_;
   state.tree.pin(tail_node_);
@@ -139,21 +143,6 @@ bool KVCache::is_shared(int32_t ordinal) const noexcept {
     if (record.hold_count > 1 || record.node != kNoNode) return true;
   }
   return false;
-}
-
-int32_t KVCache::count_shared_prefix() const noexcept {
-  int32_t count = 0;
-  for (; count < num_blocks_; ++count) {
-    bool any = false;
-    bool all = true;
-    for (size_t lc = 0; lc < tables_.size(); ++lc) {
-      if (page(count, lc).is_null()) continue;
-      any = true;
-      all = all && state_->store.page(page(count, lc).id).hold_count > 1;
-    }
-    if (!any || !all) break;
-  }
-  return count;
 }
 
 bool KVCache::any_shared(int32_t begin, int32_t end) const noexcept {
@@ -206,7 +195,8 @@ void KVCache::copy_blocks_locked(int32_t end) {
   replacements_.clear();
   const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
     replacements_.push_back({ordinal, lc, PageHandle()});
-    const PageHandle fresh = store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_);
+    const PageHandle fresh =
+        store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
     replacements_.back().fresh = fresh;
     if (!from.is_null()) store.copy_page(from, fresh, stream);
   };
@@ -229,6 +219,10 @@ void KVCache::copy_blocks_locked(int32_t end) {
   int32_t last = -1;
   for (const Replacement& each : replacements_) {
     install_page(each);
+    LifeCycleStats& stats =
+        state_->life_cycle_stats[LifeCycleId(static_cast<int32_t>(each.life_cycle))];
+    ++stats.allocated_pages;
+    ++stats.copied_pages;
     if (each.ordinal < 0 || each.ordinal == last) continue;
     last = each.ordinal;
     ++state_->stats.allocated_blocks;

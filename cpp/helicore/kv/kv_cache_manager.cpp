@@ -6,6 +6,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 namespace {
@@ -39,6 +40,7 @@ KVCacheManager::KVCacheManager(KVCacheManagerConfig config, std::unique_ptr<Cach
 
 KVCacheManager::~KVCacheManager() {
   const std::unique_lock lock(state_->mutex);
+  for (PlannedDrop* plan : state_->plans) plan->state_ = nullptr;
   if (state_->caches.empty()) return;
   log_error(detail::concat("kv.KVCacheManager: destroyed with ", state_->caches.size(),
                            " open caches; closing them"));
@@ -60,6 +62,9 @@ void KVCacheManager::check_open(const char* where) const {
 }
 
 std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& options) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::create(*sink, *this, options);
+  }
   options.reuse_scope.validate();
   HELICORE_CHECK(options.priority >= kPriorityMin && options.priority <= kPriorityMax,
                  "kv.create_kv_cache", "priority must be in [", kPriorityMin, ", ", kPriorityMax,
@@ -70,8 +75,9 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_open("kv.create_kv_cache");
-  std::unique_ptr<KVCache> cache(new KVCache(
-      *state_, {options.reuse_scope, options.input_tokens, options.id, options.priority}));
+  std::unique_ptr<KVCache> cache(
+      new KVCache(*state_, {options.reuse_scope, options.input_tokens, options.id,
+                            Retention(options.retention, options.priority)}));
   state_->sizer.on_create(cache->id(), cache->num_reused_tokens());
   if (state_->config.enable_stats && !options.input_tokens.empty()) {
     KVCacheStats& stats = state_->stats;
@@ -92,6 +98,33 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   return cache;
 }
 
+std::unique_ptr<KVCache> KVCacheManager::pin(std::span<const TokenId> tokens,
+                                             const ReuseScope& scope) {
+  scope.validate();
+  const std::unique_lock lock(state_->mutex);
+  state_->begin_operation();
+  check_open("kv.pin");
+  std::unique_ptr<KVCache> cache(
+      new KVCache(*state_, {scope, tokens, std::nullopt, Retention({}, kPriorityMax)}));
+  state_->verify();
+  return cache;
+}
+
+StreamHandle KVCacheManager::make_step_stream() {
+  const std::unique_lock lock(state_->mutex);
+  return state_->device->make_step_stream();
+}
+
+uint64_t KVCacheManager::submit_step(StreamHandle stream) {
+  const std::unique_lock lock(state_->mutex);
+  return state_->device->submit_step(stream);
+}
+
+void KVCacheManager::complete_step(StreamHandle stream, uint64_t step) {
+  const std::unique_lock lock(state_->mutex);
+  state_->device->complete_step(stream, step);
+}
+
 int32_t KVCacheManager::probe_reuse(std::span<const TokenId> tokens,
                                     const ReuseScope& scope) const {
   scope.validate();
@@ -102,6 +135,9 @@ int32_t KVCacheManager::probe_reuse(std::span<const TokenId> tokens,
 }
 
 void KVCacheManager::clear_reusable_blocks() {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::clear_reusable_blocks(*sink, *this);
+  }
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_open("kv.clear_reusable_blocks");
@@ -114,6 +150,9 @@ void KVCacheManager::clear_reusable_blocks() {
 }
 
 void KVCacheManager::shutdown() {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::shutdown(*sink, *this);
+  }
   const std::unique_lock lock(state_->mutex);
   if (!state_->caches.empty()) {
     throw ResourceBusy(detail::concat("[kv.shutdown] ", state_->caches.size(),
@@ -140,6 +179,9 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
                                  std::span<const int32_t> capacities,
                                  std::span<const int32_t> history_lengths,
                                  std::span<uint8_t> results) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::resize_many(*sink, *this, caches, capacities, history_lengths, results);
+  }
   constexpr const char* kWhere = "kv.resize_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, capacities.size());
@@ -181,6 +223,9 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
 
 void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
                                  std::span<const int32_t> counts) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::commit_many(*sink, *this, caches, tokens, counts);
+  }
   constexpr const char* kWhere = "kv.commit_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, counts.empty() ? caches.size() : counts.size());
@@ -224,6 +269,9 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
 
 void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
                                    std::span<const int32_t> num_tokens) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::truncate_many(*sink, *this, caches, num_tokens);
+  }
   constexpr const char* kWhere = "kv.truncate_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, num_tokens.size());
@@ -249,6 +297,9 @@ void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
 
 void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
                                  std::span<uint8_t> results) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::resume_many(*sink, *this, caches, stream, results);
+  }
   constexpr const char* kWhere = "kv.resume_many";
   const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
   check_batch(kWhere, caches, results.size());
@@ -385,6 +436,11 @@ std::vector<PoolGroupStatistics> KVCacheManager::storage_statistics(int level) c
                       .pending = counts.pending});
   }
   return result;
+}
+
+std::vector<LifeCycleStats> KVCacheManager::life_cycle_stats() const {
+  const std::shared_lock lock(state_->mutex);
+  return state_->life_cycle_stats.raw();
 }
 
 MigrationStats KVCacheManager::migration_stats() const {

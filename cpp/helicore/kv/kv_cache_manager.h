@@ -23,6 +23,9 @@
 
 namespace helicore::kv {
 
+struct RecordingOptions;
+struct RecordingSummary;
+
 struct PoolDesc {
   PoolIndex pool_index{0};
   uint64_t base_address = 0;
@@ -45,6 +48,7 @@ struct CreateOptions {
   std::optional<int64_t> id = std::nullopt;  // default: a running number
   int priority = kPriorityDefault;           // of the pages it makes, 0..100, lower goes first
   std::optional<int64_t> expected_prompt_length = std::nullopt;  // tokens, for the miss counters
+  std::span<const RetentionRange> retention{};  // what is worth more than `priority`, and how long
 };
 
 // How far an active cache will go, for a forecast.
@@ -76,6 +80,16 @@ class KVCacheManager {
   // How many tokens create_kv_cache() would find. Advisory: holds nothing. Any thread.
   [[nodiscard]] int32_t probe_reuse(std::span<const TokenId> tokens,
                                     const ReuseScope& scope = {}) const;
+  // Keeps the longest cached prefix of the tokens, on whatever level, until the pin is closed or
+  // destroyed: a SUSPENDED cache with the highest priority that is counted in no statistics.
+  [[nodiscard]] std::unique_ptr<KVCache> pin(std::span<const TokenId> tokens,
+                                             const ReuseScope& scope = {});
+  // Work that the device can't see, such as the steps of an executor that runs ahead: caches that
+  // were resumed with a step stream free pages only once the newest step submitted at that time is
+  // complete. Steps count from 1 and complete in order.
+  [[nodiscard]] StreamHandle make_step_stream();
+  uint64_t submit_step(StreamHandle stream);
+  void complete_step(StreamHandle stream, uint64_t step);
   // Forgets every cached prefix. Throws ResourceBusy, changing nothing, while caches are open.
   void clear_reusable_blocks();
   // Refuses further use. Throws ResourceBusy, changing nothing, while caches are open. Idempotent.
@@ -152,6 +166,7 @@ class KVCacheManager {
 
   [[nodiscard]] std::vector<PoolGroupStatistics> storage_statistics(int level = kHotLevel) const;
   [[nodiscard]] KVCacheStats stats() const;
+  [[nodiscard]] std::vector<LifeCycleStats> life_cycle_stats() const;
   [[nodiscard]] MigrationStats migration_stats() const;
   [[nodiscard]] int num_levels() const noexcept;
   [[nodiscard]] CacheTier tier(int level) const;
@@ -172,9 +187,21 @@ class KVCacheManager {
   [[nodiscard]] std::vector<Digest> chain_keys(std::span<const TokenId> tokens,
                                                const ReuseScope& scope = {}) const;
 
+  // From now on every call is written to an operation log (operation_log.h), with its results,
+  // until stop_recording() or the end of the manager. Calls are then run one after the other.
+  // Throws LogicError when a cache was made before, when a recording is running or after
+  // shutdown(); InvalidArgument for bad options or a file that can't be made, changing nothing. No
+  // other thread may be inside a call when it begins.
+  void start_recording(const RecordingOptions& options);
+  // Throws LogicError when no recording is running.
+  RecordingSummary stop_recording();
+  [[nodiscard]] bool is_recording() const;
+
  private:
   friend struct Introspection;
   void check_open(const char* where) const;
+  // Blocks from the start that other caches hold as well.
+  [[nodiscard]] int32_t count_shared_prefix(const KVCache& cache) const noexcept;
   void check_level(const char* where, int level) const;
   void check_batch(const char* where, std::span<KVCache* const> caches, size_t num_entries) const;
 

@@ -94,6 +94,19 @@ int64_t KVCacheManager::clamp_max_seq_len_for_mem(int64_t batch_size, int64_t up
   return clamp_max_seq_len(state_->registry, state_->layout, request);
 }
 
+int32_t KVCacheManager::count_shared_prefix(const KVCache& cache) const noexcept {
+  for (int32_t block = 0; block < cache.num_blocks_; ++block) {
+    bool any = false;
+    for (size_t lc = 0; lc < state_->num_life_cycles; ++lc) {
+      if (cache.page(block, lc).is_null()) continue;
+      if (state_->store.page(cache.page(block, lc).id).hold_count == 1) return block;
+      any = true;
+    }
+    if (!any) return block;
+  }
+  return cache.num_blocks_;
+}
+
 AdmissionForecast KVCacheManager::forecast_admission(std::span<const ExpectedLength> running,
                                                      const SequencePlan& request) const {
   constexpr const char* kWhere = "kv.forecast_admission";
@@ -110,7 +123,7 @@ AdmissionForecast KVCacheManager::forecast_admission(std::span<const ExpectedLen
                      .final_capacity = std::max(expected.final_capacity, cache->capacity()),
                      .tokens_per_step = expected.tokens_per_step,
                      .lookahead = expected.lookahead,
-                     .shared_blocks = cache->count_shared_prefix()});
+                     .shared_blocks = count_shared_prefix(*cache)});
   }
   GroupSlots available(state_->store.num_groups(), 0);
   for (size_t g = 0; g < available.count(); ++g) {

@@ -58,7 +58,11 @@ std::optional<NoRoom> KVCache::make_room_to_resize(const Cursors& cursors, int32
   std::vector<int32_t> least;
   if (copies) least = need;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    need[state.group_of(lc)] += count_growth(lc, num_blocks, cursors.history);
+    const size_t group = state.group_of(lc);
+    const int64_t needed = int64_t{need[group]} + count_growth(lc, num_blocks, cursors.history);
+    // More than there will ever be: no memory is taken for tables of that size.
+    if (const auto reason = state.exceeds_total(group, needed)) return reason;
+    need[group] = static_cast<int32_t>(needed);
   }
   reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
@@ -78,7 +82,7 @@ std::optional<NoRoom> KVCache::make_room_to_resize(const Cursors& cursors, int32
   return state.migrator.make_room({.fresh = need}) ? reason : std::nullopt;
 }
 
-std::vector<KVCache::Yield> KVCache::count_yields(int32_t history) const {
+std::vector<Yield> KVCache::count_yields(int32_t history) const {
   const ManagerState& state = *state_;
   std::vector<Yield> yields(state.slots_per_block.count());
   const TimePoint point = fence();
@@ -135,6 +139,7 @@ void KVCache::let_go_stale(int32_t ordinal, size_t life_cycle) {
     tables_[life_cycle].data[ordinal] = kBadPageIndex;
   }
   if (keeps_stale_until_commit(ordinal, life_cycle)) return;
+  ++state_->life_cycle_stats[LifeCycleId(static_cast<int32_t>(life_cycle))].released_pages;
   if (state_->store.page(handle.id).node != kNoNode) stale_released_.push_back(handle);
   state_->store.unhold(handle);
   handle = PageHandle();
@@ -146,9 +151,10 @@ bool KVCache::keeps_stale_until_commit(int32_t ordinal, size_t life_cycle) const
          state_->life_cycle(life_cycle).policy != ReusePolicy::kPrivate;
 }
 
-PageHandle KVCache::fresh_page(size_t life_cycle) {
-  const PageHandle handle =
-      state_->store.allocate(LifeCycleId(static_cast<int32_t>(life_cycle)), priority_);
+PageHandle KVCache::fresh_page(int32_t ordinal, size_t life_cycle) {
+  const LifeCycleId id(static_cast<int32_t>(life_cycle));
+  const PageHandle handle = state_->store.allocate(id, priority_of(ordinal));
+  ++state_->life_cycle_stats[id].allocated_pages;
   wait_for(state_->store.filled(handle.id));
   return handle;
 }
@@ -163,7 +169,7 @@ void KVCache::grow_locked(int32_t num_blocks, int32_t history) {
     for (int32_t b = num_blocks_; b < num_blocks; ++b) {
       tables_[lc].data[b] = kBadPageIndex;
       if (!has_pages || dead.contains(b)) continue;
-      const PageHandle handle = fresh_page(lc);
+      const PageHandle handle = fresh_page(b, lc);
       page(b, lc) = handle;
       tables_[lc].data[b] = state.store.page(handle.id).slot.value();
     }
@@ -247,7 +253,7 @@ void KVCache::lock_pages() {
       if (dead.contains(b)) continue;
       PageHandle& handle = page(b, lc);
       if (handle.is_null()) {
-        handle = fresh_page(lc);
+        handle = fresh_page(b, lc);
       } else {
         store.lock(handle);
         wait_for(store.filled(handle.id));

@@ -14,12 +14,6 @@ namespace {
 // How far a level may be resized: addresses that each of its pools reserves, in times of the quota.
 constexpr int64_t kGrowthLimit = 8;
 
-int64_t steady_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 KVCacheManagerConfig checked(KVCacheManagerConfig config) {
   config.validate();
   check_supported(config);
@@ -134,8 +128,17 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
       events(config.event_buffer_size, config.tokens_per_block, registry.count()),
       tree(store, registry, config.tokens_per_block, &events),
       migrator(store, tree, layout, migration_stats),
-      now_ns(steady_ns),
+      life_cycle_stats(registry.count()),
+      now_ns([] {
+        const auto now = std::chrono::steady_clock::now().time_since_epoch();
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+      }),
       sizer(*this) {
+  for (size_t i = 0; i < num_life_cycles; ++i) {
+    const LifeCycleId id(static_cast<int32_t>(i));
+    life_cycle_stats[id].domain = registry[id].domain;
+    life_cycle_stats[id].pool_group = layout.group_of(id);
+  }
   for (size_t i = 0; i < num_life_cycles; ++i) {
     if (is_ssm(i)) continue;
     ++slots_per_block[layout.group_of(LifeCycleId(static_cast<int32_t>(i)))];
@@ -149,6 +152,18 @@ MatchRules ManagerState::match_rules() const noexcept {
   return {.partial = config.enable_partial_reuse,
           .backoff_target = config.reuse_match_backoff,
           .backoff_draft = config.draft_reuse_match_backoff.value_or(config.reuse_match_backoff)};
+}
+
+std::optional<NoRoom> ManagerState::exceeds_total(size_t group, int64_t needed) const noexcept {
+  const PoolGroupId id(static_cast<int32_t>(group));
+  const PoolGroupCounts counts = store.counts(id);
+  if (needed <= counts.total) return std::nullopt;
+  return NoRoom{.domain = layout.groups()[id].domain,
+                .pool_group = id,
+                .needed = needed,
+                .free = counts.free,
+                .evictable = counts.evictable,
+                .pending = counts.pending};
 }
 
 std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
@@ -171,6 +186,17 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 void ManagerState::begin_operation() {
   fences.clear();
   if (has_new_failures()) absorb_failures();
+  if (timers.empty()) return;
+  for (const int64_t now = now_ns(); timers.any_due(now);) {
+    const RetentionTimers::Timer timer = timers.pop();
+    if (!store.pages().is_current(timer.page)) continue;
+    const PageRecord& page = store.page(timer.page.id);
+    // What needs this block may be worth more by somebody else's word.
+    const uint8_t floor =
+        page.node == kNoNode ? uint8_t{0} : tree.highest_priority_below(page.node, page.life_cycle);
+    const uint8_t priority = std::max(timer.priority, floor);
+    if (page.priority > priority) store.set_priority(timer.page.id, priority);
+  }
 }
 
 TimePoint ManagerState::fence(StreamHandle stream) {

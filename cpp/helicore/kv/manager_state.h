@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <shared_mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "helicore/kv/config.h"
@@ -14,15 +15,19 @@
 #include "helicore/kv/level_sizer.h"
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/migration.h"
+#include "helicore/kv/operation_sink.h"
 #include "helicore/kv/page_store.h"
+#include "helicore/kv/planned_drop.h"
 #include "helicore/kv/quota.h"
 #include "helicore/kv/radix_tree.h"
+#include "helicore/kv/retention.h"
 #include "helicore/kv/stats.h"
 
 namespace helicore::kv {
 
 class KVCache;
 class KVCacheManager;
+class OperationRecorder;
 
 // Builds that check invariants after each operation look at every cache under the lock, so there
 // the lock-free fast paths of a cache take the lock too.
@@ -63,10 +68,14 @@ struct ManagerState {
   RadixTree tree;
   MigrationStats migration_stats;
   Migrator migrator;
-  std::function<int64_t()> now_ns;  // a monotonic clock
-  LevelSizer sizer;
   KVCacheStats stats;
   std::vector<KVCache*> caches;  // the open ones; not owned
+  TypedVec<LifeCycleId, LifeCycleStats> life_cycle_stats;
+  std::vector<PlannedDrop*> plans;                       // not owned
+  std::unordered_map<uint64_t, uint32_t> planned_drops;  // page tag -> plans that name it
+  RetentionTimers timers;
+  std::function<int64_t()> now_ns;  // a monotonic clock
+  LevelSizer sizer;
   KVCacheManager* owner = nullptr;
   int64_t next_id = 0;
   int32_t num_active = 0;
@@ -93,9 +102,12 @@ struct ManagerState {
         layout.group_of(LifeCycleId(static_cast<int32_t>(life_cycle))).value());
   }
   [[nodiscard]] MatchRules match_rules() const noexcept;
+  // Why `needed` slots of a group could never be had on the hot level.
+  [[nodiscard]] std::optional<NoRoom> exceeds_total(size_t group, int64_t needed) const noexcept;
   // The fullest group above max_util_for_resume, when other sequences are active.
   [[nodiscard]] std::optional<NoRoom> utilisation_gate() const noexcept;
-  // First thing with the lock: forgets the fence of the operation before, takes in failed copies.
+  // First thing with the lock: forgets the fence of the operation before, takes in failed copies
+  // and retention that has run out.
   void begin_operation();
   // The point when the work that `stream` has by now is done; one per stream and operation.
   [[nodiscard]] TimePoint fence(StreamHandle stream);
@@ -106,6 +118,19 @@ struct ManagerState {
   }
   // Runs check_invariants() in builds with HELICORE_DEBUG_CHECKS.
   void verify() const;
+
+  // Who sees the public calls; null: nobody. Sinks stay until the end, for a call may be on its way
+  // to one that was stopped.
+  std::atomic<OperationSink*> sink{nullptr};
+  OperationRecorder* recorder = nullptr;  // the one that start_recording() made
+  std::vector<std::unique_ptr<OperationSink>> sinks;
 };
+
+// The sink that a public call goes to first; null when there is none or the call comes from it.
+[[nodiscard]] inline OperationSink* recording(const ManagerState* state) noexcept {
+  if (state == nullptr) return nullptr;
+  OperationSink* sink = state->sink.load(std::memory_order_acquire);
+  return sink == nullptr || sink->is_inside() ? nullptr : sink;
+}
 
 }  // namespace helicore::kv

@@ -273,14 +273,17 @@ bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroup
   const size_t begin = done;
   while (done < pages.size()) {
     int32_t room = store_.room(level, group);
+    // Copies that pages of the plan return to are no room for others.
+    for (size_t i = done; i < pages.size(); ++i) {
+      room -= store_.pages().is_current(pages[i]) && store_.page(pages[i].id).to_copy ? 1 : 0;
+    }
     batch_.clear();
     int source = -1;
     for (; done < pages.size(); ++done) {
       if (!store_.pages().is_current(pages[done])) continue;  // went with a page that was dropped
       const PageRecord& page = store_.page(pages[done].id);
       if (source >= 0 && page.level != source) break;
-      if (!page.to_copy && room <= 0) break;
-      --room;  // copies that are moved to are part of the room, and nobody else's
+      if (!page.to_copy && room-- <= 0) break;
       source = page.level;
       batch_.push_back(pages[done].id);
     }

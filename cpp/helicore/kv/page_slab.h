@@ -30,6 +30,12 @@ struct Replacement {
   PageHandle fresh{};
 };
 
+// Slots per pool group that a growing history gives up.
+struct Yield {
+  int32_t freed = 0;      // private pages
+  int32_t droppable = 0;  // pages that the tree shows and nobody else holds
+};
+
 struct PageRecord {
   SlotId slot{kBadPageIndex};
   uint32_t generation = 0;

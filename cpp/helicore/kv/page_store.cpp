@@ -40,6 +40,25 @@ PageStore::PageStore(const StorageLayout& layout, CacheDevice& device,
   pages_.reserve(num_pages);
 }
 
+PageStore::~PageStore() {
+  const auto wait = [&](TimePoint point) {
+    if (!point.is_none() && device_.is_waitable(point)) device_.synchronize(point);
+  };
+  try {
+    for (const Level& level : levels_) {
+      for (const Group& group : level.groups) {
+        for (size_t slot = 0; slot < group.filled.size(); ++slot) {
+          wait(group.filled[slot]);
+          wait(group.last_use[slot]);
+          wait(group.slots.after(SlotId(static_cast<int32_t>(slot))));
+        }
+      }
+    }
+  } catch (const std::exception& error) {
+    log_error(detail::concat("kv.page_store: waiting for copies: ", error.what()));
+  }
+}
+
 PoolGroupCounts PageStore::counts(PoolGroupId group, int level) const noexcept {
   const Group& g = at(level).groups[group];
   return {g.slots.limit(), g.slots.num_free(), g.slots.num_parked(), g.num_clean,

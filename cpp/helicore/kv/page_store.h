@@ -57,6 +57,9 @@ class PageStore {
   // Throws OutOfMemory when the pools can't be had. `ssm` names the life cycle of snapshots.
   PageStore(const StorageLayout& layout, CacheDevice& device, const std::vector<LevelSpec>& levels,
             std::optional<LifeCycleId> ssm = std::nullopt);
+  ~PageStore();  // waits for the copies that touch its memory
+  PageStore(const PageStore&) = delete;
+  PageStore& operator=(const PageStore&) = delete;
 
   [[nodiscard]] int num_levels() const noexcept { return static_cast<int>(levels_.size()); }
   [[nodiscard]] int last_level() const noexcept { return num_levels() - 1; }

@@ -35,21 +35,21 @@ std::vector<TimePoint> PointTracker::unreached(std::span<const TimePoint> points
   return out;
 }
 
-std::vector<TimePoint> PointTracker::steps_of(std::span<const TimePoint> points) const {
+std::vector<TimePoint> PointTracker::roots(std::span<const TimePoint> points) const {
   std::vector<TimePoint> out;
   for (const TimePoint point : points) {
     if (timelines_->reached(point) || point.timeline() >= entries_.size()) continue;
     const Entry& e = entries_[point.timeline()];
-    if (e.is_step) add_point(out, point);
-    for (const TimePoint step : e.steps) {
-      if (!timelines_->reached(step)) add_point(out, step);
+    if (e.by_host) add_point(out, point);
+    for (const TimePoint root : e.roots) {
+      if (!timelines_->reached(root)) add_point(out, root);
     }
   }
   return out;
 }
 
-TimePoint PointTracker::take(std::span<const TimePoint> after) {
-  std::vector<TimePoint> steps = steps_of(after);
+TimePoint PointTracker::take(std::span<const TimePoint> after, bool by_host) {
+  std::vector<TimePoint> hangs_on = roots(after);
   uint32_t lane = TimePoint::kMaxTimelines;
   const int num_looks = std::min(kLanesToLookAt, static_cast<int>(lanes_.size()));
   for (int i = 0; i < num_looks && lane == TimePoint::kMaxTimelines; ++i) {
@@ -63,33 +63,36 @@ TimePoint PointTracker::take(std::span<const TimePoint> after) {
     lanes_.push_back(lane);
   }
   Entry& e = entry(lane);
-  e.steps = std::move(steps);
+  e.roots = std::move(hangs_on);
+  e.by_host = by_host;
   return {lane, ++e.value};
 }
 
 void PointTracker::give_back(TimePoint point) {
   Entry& e = entry(point.timeline());
-  e.steps.clear();
+  e.roots.clear();
   --e.value;
 }
 
 void PointTracker::depend(uint32_t timeline, std::span<const TimePoint> after) {
-  const std::vector<TimePoint> steps = steps_of(after);
-  std::vector<TimePoint>& mine = entry(timeline).steps;
-  std::erase_if(mine, [this](TimePoint step) { return timelines_->reached(step); });
-  for (const TimePoint step : steps) add_point(mine, step);
+  const std::vector<TimePoint> more = roots(after);
+  std::vector<TimePoint>& mine = entry(timeline).roots;
+  std::erase_if(mine, [this](TimePoint root) { return timelines_->reached(root); });
+  for (const TimePoint root : more) add_point(mine, root);
 }
 
 bool PointTracker::is_waitable(TimePoint point) const noexcept {
   if (timelines_->reached(point) || point.timeline() >= entries_.size()) return true;
   const Entry& e = entries_[point.timeline()];
-  return !e.is_step && std::all_of(e.steps.begin(), e.steps.end(),
-                                   [this](TimePoint step) { return timelines_->reached(step); });
+  return !e.is_step && std::all_of(e.roots.begin(), e.roots.end(), [this](TimePoint root) {
+    return !entries_[root.timeline()].is_step || timelines_->reached(root);
+  });
 }
 
 int64_t PointTracker::make_step_stream() {
   const uint32_t timeline = timelines_->make();
   entry(timeline).is_step = true;
+  entry(timeline).by_host = true;
   return -int64_t{timeline} - 1;
 }
 

@@ -102,6 +102,8 @@ class RadixTree {
   // 1..the node's tokens.
   bool attach(NodeId node, LifeCycleId life_cycle, PageHandle page, int32_t num_tokens);
 
+  // The highest priority of a page of the life cycle in the children of the node; 0 without any.
+  [[nodiscard]] uint8_t highest_priority_below(NodeId node, size_t life_cycle) const;
   // Tells listeners that a page of the node has `priority` now, when none was that high before.
   void priority_raised(NodeId node, uint8_t priority) noexcept;
   void pin(NodeId node) noexcept { ++nodes_[node.value()].num_pins; }

@@ -80,4 +80,18 @@ void RadixTree::collect_above(NodeId node, LifeCycleId life_cycle, std::vector<P
   }
 }
 
+uint8_t RadixTree::highest_priority_below(NodeId node, size_t life_cycle) const {
+  uint8_t highest = 0;
+  std::vector<NodeId> open{nodes_[node.value()].child_root};
+  while (!open.empty()) {
+    const NodeId child = open.back();
+    open.pop_back();
+    if (child == kNoNode) continue;
+    const PageId page = pages(child)[life_cycle];
+    if (page != kNoPage) highest = std::max(highest, store_.page(page).priority);
+    open.insert(open.end(), {nodes_[child.value()].left, nodes_[child.value()].right});
+  }
+  return highest;
+}
+
 }  // namespace helicore::kv

@@ -32,6 +32,19 @@ struct KVCacheStats {
   friend bool operator==(const KVCacheStats&, const KVCacheStats&) = default;
 };
 
+// Pages of one life cycle since construction; with `domain` and `pool_group` the sums of those.
+struct LifeCycleStats {
+  CacheDomain domain = CacheDomain::kTarget;
+  PoolGroupId pool_group{0};
+  uint64_t allocated_pages = 0;  // new ones, copies included
+  uint64_t copied_pages = 0;     // private copies of shared pages
+  uint64_t reused_pages = 0;     // found at creation and held
+  uint64_t reused_tokens = 0;    // in them
+  uint64_t committed_pages = 0;  // shown to the tree of reusable blocks
+  uint64_t released_pages = 0;   // that went out of the window
+  friend bool operator==(const LifeCycleStats&, const LifeCycleStats&) = default;
+};
+
 // Pages of one life cycle that passed through one level since construction.
 struct MigrationCounters {
   int64_t offloaded_pages = 0;  // came from a hotter level

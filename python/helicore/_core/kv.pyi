@@ -38,10 +38,12 @@ __all__: list[str] = [
     "KVCacheStats",
     "KVEvent",
     "LayerType",
+    "LogEnd",
     "LogicError",
     "MigrationCounters",
     "NoRoom",
     "OnMismatch",
+    "OperationLog",
     "OutOfPagesError",
     "PRIORITY_DEFAULT",
     "PRIORITY_MAX",
@@ -56,6 +58,9 @@ __all__: list[str] = [
     "PrefixMatch",
     "PrefixStore",
     "PrefixStoreStats",
+    "RecordingSummary",
+    "ReplayDifference",
+    "ReplayReport",
     "ResourceBusyError",
     "ReuseScope",
     "SlotDescVariant",
@@ -63,6 +68,7 @@ __all__: list[str] = [
     "SwaScratchReuseConfig",
     "SyncPolicy",
     "get_root_key",
+    "replay_operations",
 ]
 
 class CacheTier(enum.IntEnum):
@@ -568,6 +574,75 @@ class KVEvent:
     @property
     def tokens(self) -> list[int]: ...
 
+class RecordingSummary:
+    """What a recording holds."""
+    @property
+    def data(self) -> bytes:
+        """The log, when it was recorded in memory."""
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_operations(self) -> int: ...
+    @property
+    def problem(self) -> str:
+        """Why the recording ended early; empty: it did not."""
+
+class LogEnd(enum.Enum):
+    """How an operation log ends."""
+
+    COMPLETE = 0
+    OPEN = 1
+    TORN = 2
+    DAMAGED = 3
+
+class OperationLog:
+    """The calls on a manager, in the order in which they happened."""
+    @staticmethod
+    def load(path: str) -> OperationLog:
+        """Raises ValueError when the file is no log, NotSupportedError when another version wrote it. Damage behind the header is told by `end`."""
+    @staticmethod
+    def parse(data: bytes) -> OperationLog:
+        """The same for bytes."""
+    def __len__(self) -> int: ...
+    def describe(self, index: int, max_list: int = 12) -> str:
+        """An operation in words, with its results; lists are cut after max_list entries."""
+    @property
+    def config(self) -> KVCacheManagerConfig: ...
+    @property
+    def end(self) -> LogEnd: ...
+    @property
+    def is_anonymised(self) -> bool: ...
+    @property
+    def problem(self) -> str:
+        """Why the recording ended early, or what is damaged."""
+    @property
+    def state_every(self) -> int: ...
+
+class ReplayDifference:
+    """Where a replay first behaved otherwise."""
+    @property
+    def index(self) -> int: ...
+    @property
+    def operation(self) -> str:
+        """In words, with the recorded results."""
+    @property
+    def what(self) -> str: ...
+
+class ReplayReport:
+    """What came of a replay."""
+    def __str__(self) -> str: ...
+    @property
+    def difference(self) -> ReplayDifference | None: ...
+    @property
+    def end(self) -> LogEnd: ...
+    @property
+    def note(self) -> str:
+        """About the end of the log; empty when it is complete."""
+    @property
+    def num_operations(self) -> int: ...
+    @property
+    def num_replayed(self) -> int: ...
+
 class LogicError(RuntimeError):
     pass
 
@@ -773,6 +848,22 @@ class KVCacheManager:
         """Refuse further use. Raises ResourceBusyError while caches are open."""
     def snapshot_events(self) -> list[KVEvent]:
         """CREATED and STORED events that make the tree as it is, parents first, all with the id that the next event will have; empties the buffer."""
+    def start_recording(
+        self,
+        path: str | None = None,
+        *,
+        max_bytes: int = 1073741824,
+        state_every: int = 64,
+        anonymise: bool = False,
+        write_ahead: bool = False,
+    ) -> None:
+        """
+        Write every call from now on to an operation log: a file, or memory without a path. Begins before the first cache.
+
+        max_bytes: where the recording ends. state_every: every n-th operation a digest of the whole state (0: never). anonymise: tokens, salts, ids and streams become numbers in the order of their appearance. write_ahead: a call is in the file before it runs.
+        """
+    def stop_recording(self) -> RecordingSummary:
+        """Raises LogicError when no recording is running."""
     def truncate_many(
         self,
         caches: collections.abc.Sequence[KVCache],
@@ -783,6 +874,8 @@ class KVCacheManager:
         """truncate() for a whole step, one length per cache. A throw changes nothing."""
     @property
     def init_config(self) -> KVCacheManagerConfig: ...
+    @property
+    def is_recording(self) -> bool: ...
     @property
     def layer_grouping(self) -> list[list[int]]: ...
     @property
@@ -973,6 +1066,15 @@ class PrefixStore:
 
 def get_root_key(reuse_scope: int | ReuseScope | None = None) -> bytes:
     """The 32-byte key that a scope's chains start from."""
+
+def replay_operations(
+    log: OperationLog,
+    *,
+    shrink_pages: bool = True,
+    check_every: int = 64,
+    config: KVCacheManagerConfig | None = None,
+) -> ReplayReport:
+    """Runs a log on a manager of its own, up to the first difference. Pages shrink as far as the number of slots allows; every check_every-th operation is followed by a check of all invariants (0: none). `config` takes the place of the log's."""
 
 BAD_PAGE_INDEX: int = -1
 DEFAULT_BEAM_INDEX: int = 0

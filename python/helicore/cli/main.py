@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from helicore._version import __version__
-from helicore.cli import bench, chat, env, generate, models
+from helicore.cli import bench, chat, env, generate, kv, models
 from helicore.cli.console import HelicoreGroup
 
 app = typer.Typer(
@@ -42,5 +42,6 @@ def root(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kv.app, name="kv")
 app.command("env")(env.env)
 app.command("models")(models.models)

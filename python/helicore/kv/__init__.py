@@ -45,6 +45,10 @@ reusable) and create again.
 "No room" is ``False`` plus ``cache.last_failure`` (a ``NoRoom``); misuse raises ``ValueError`` or
 ``LogicError``.
 
+Bug reports: ``manager.start_recording(path)`` before the first cache writes every call to an
+operation log; ``replay_operations(OperationLog.load(path))``, or ``helicore kv replay``, runs it
+again and tells where it first behaves otherwise.
+
 ``PrefixStore`` keeps blocks on disk beyond the process: ``put`` full blocks under
 ``get_root_key(scope)``; later ``match`` a prompt and ``get`` its blocks into free pages.
 """
@@ -80,9 +84,11 @@ from helicore._core.kv import (
     KVCacheStats,
     KVEvent,
     LayerType,
+    LogEnd,
     LogicError,
     NoRoom,
     OnMismatch,
+    OperationLog,
     OutOfPagesError,
     PageIndexConverter,
     PageIndexMode,
@@ -93,6 +99,9 @@ from helicore._core.kv import (
     PrefixMatch,
     PrefixStore,
     PrefixStoreStats,
+    RecordingSummary,
+    ReplayDifference,
+    ReplayReport,
     ResourceBusyError,
     ReuseScope,
     SlotDescVariant,
@@ -100,6 +109,7 @@ from helicore._core.kv import (
     SwaScratchReuseConfig,
     SyncPolicy,
     get_root_key,
+    replay_operations,
 )
 
 _KVCache = KVCache
@@ -135,9 +145,11 @@ __all__ = [
     "KVCacheStats",
     "KVEvent",
     "LayerType",
+    "LogEnd",
     "LogicError",
     "NoRoom",
     "OnMismatch",
+    "OperationLog",
     "OutOfPagesError",
     "PageIndexConverter",
     "PageIndexMode",
@@ -148,6 +160,9 @@ __all__ = [
     "PrefixMatch",
     "PrefixStore",
     "PrefixStoreStats",
+    "RecordingSummary",
+    "ReplayDifference",
+    "ReplayReport",
     "ResourceBusyError",
     "ReuseScope",
     "SlotDescVariant",
@@ -155,4 +170,5 @@ __all__ = [
     "SwaScratchReuseConfig",
     "SyncPolicy",
     "get_root_key",
+    "replay_operations",
 ]

@@ -1,0 +1,267 @@
+#include "helicore/kv/operation.h"
+
+#include <algorithm>
+#include <array>
+#include <new>
+#include <sstream>
+#include <utility>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/errors.h"
+
+namespace helicore::kv {
+namespace {
+
+void put_varint(uint64_t value, std::vector<std::byte>& out) {
+  for (; value >= 0x80; value >>= 7) out.push_back(static_cast<std::byte>(value | 0x80));
+  out.push_back(static_cast<std::byte>(value));
+}
+
+std::optional<uint64_t> take_varint(std::span<const std::byte>& bytes) {
+  uint64_t value = 0;
+  for (unsigned shift = 0; shift < 64 && !bytes.empty(); shift += 7) {
+    const auto byte = static_cast<uint64_t>(bytes[0]);
+    bytes = bytes.subspan(1);
+    value |= (byte & 0x7f) << shift;
+    if (byte < 0x80) return value;
+  }
+  return std::nullopt;
+}
+
+uint64_t zigzag(int64_t value) {
+  return (static_cast<uint64_t>(value) << 1) ^ static_cast<uint64_t>(value >> 63);
+}
+
+int64_t unzigzag(uint64_t value) { return static_cast<int64_t>(value >> 1 ^ (~(value & 1) + 1)); }
+
+std::string_view name_of(OperationOutcome outcome) {
+  switch (outcome) {
+    case OperationOutcome::kDone:
+      return "done";
+    case OperationOutcome::kNoRoom:
+      return "no room";
+    case OperationOutcome::kThrew:
+      return "threw";
+  }
+  return "unknown";
+}
+
+void print_values(std::ostream& out, const Operation::Entry& entry, size_t max_list) {
+  const auto& values = entry.values;
+  switch (entry.field) {
+    case OperationField::kOutcome:
+      out << name_of(static_cast<OperationOutcome>(values.empty() ? 0 : values[0]));
+      return;
+    case OperationField::kError:
+      out << name_of(static_cast<OperationError>(values.empty() ? 0 : values[0]));
+      return;
+    case OperationField::kCounters:
+    case OperationField::kState:
+      out << std::hex << "0x" << (values.empty() ? 0 : static_cast<uint64_t>(values[0]))
+          << std::dec;
+      return;
+    default:
+      break;
+  }
+  if (values.size() == 1) {
+    out << values[0];
+    return;
+  }
+  out << '[';
+  for (size_t i = 0; i < std::min(values.size(), max_list); ++i) {
+    out << (i > 0 ? ", " : "") << values[i];
+  }
+  if (values.size() > max_list) out << ", ... " << values.size() << " in all";
+  out << ']';
+}
+
+}  // namespace
+
+std::string_view name_of(OperationKind kind) noexcept {
+  constexpr std::array<std::string_view, 17> kNames = {"unknown",
+                                                       "create_kv_cache",
+                                                       "resume",
+                                                       "suspend",
+                                                       "resize",
+                                                       "truncate",
+                                                       "fork",
+                                                       "commit",
+                                                       "stop_committing",
+                                                       "close",
+                                                       "set_base_page_index_buf",
+                                                       "resume_many",
+                                                       "resize_many",
+                                                       "truncate_many",
+                                                       "commit_many",
+                                                       "clear_reusable_blocks",
+                                                       "shutdown"};
+  const auto at = static_cast<size_t>(kind);
+  return kNames[at < kNames.size() ? at : 0];
+}
+
+std::string_view name_of(OperationField field) noexcept {
+  constexpr std::array<std::string_view, 20> kArguments = {"unknown",
+                                                           "cache",
+                                                           "tokens",
+                                                           "priority",
+                                                           "id",
+                                                           "expected_prompt_length",
+                                                           "lora_id",
+                                                           "lora_generation",
+                                                           "salt_number",
+                                                           "salt_text",
+                                                           "stream",
+                                                           "capacity",
+                                                           "history_length",
+                                                           "num_tokens",
+                                                           "counts",
+                                                           "is_end",
+                                                           "group",
+                                                           "beam",
+                                                           "row_size",
+                                                           "num_results"};
+  constexpr std::array<std::string_view, 8> kResults = {
+      "outcome", "error", "results", "reason", "new_cache", "matched", "counters", "state"};
+  const auto at = static_cast<size_t>(field);
+  if (at < kArguments.size()) return kArguments[at];
+  const size_t result = at - static_cast<size_t>(OperationField::kOutcome);
+  return result < kResults.size() ? kResults[result] : kArguments[0];
+}
+
+std::string_view name_of(OperationError error) noexcept {
+  constexpr std::array<std::string_view, 8> kNames = {
+      "an exception", "InvalidArgument", "LogicError",    "ResourceBusy",
+      "NotSupported", "OutOfMemory",     "InternalError", "OutOfPages"};
+  const auto at = static_cast<size_t>(error);
+  return kNames[at < kNames.size() ? at : 0];
+}
+
+OperationError current_error() noexcept {
+  try {
+    throw;
+  } catch (const InvalidArgument&) {
+    return OperationError::kInvalidArgument;
+  } catch (const LogicError&) {
+    return OperationError::kLogicError;
+  } catch (const ResourceBusy&) {
+    return OperationError::kResourceBusy;
+  } catch (const NotSupported&) {
+    return OperationError::kNotSupported;
+  } catch (const OutOfMemory&) {
+    return OperationError::kOutOfMemory;
+  } catch (const std::bad_alloc&) {
+    return OperationError::kOutOfMemory;
+  } catch (const InternalError&) {
+    return OperationError::kInternalError;
+  } catch (const OutOfPages&) {
+    return OperationError::kOutOfPages;
+  } catch (...) {
+    return OperationError::kOther;
+  }
+}
+
+std::vector<int64_t>& Operation::list(OperationField field) {
+  for (Entry& entry : entries) {
+    if (entry.field == field) return entry.values;
+  }
+  return entries.emplace_back(Entry{field, {}}).values;
+}
+
+const std::vector<int64_t>* Operation::find(OperationField field) const noexcept {
+  for (const Entry& entry : entries) {
+    if (entry.field == field) return &entry.values;
+  }
+  return nullptr;
+}
+
+std::optional<int64_t> Operation::get(OperationField field) const noexcept {
+  const auto* values = find(field);
+  return values == nullptr || values->empty() ? std::nullopt : std::optional((*values)[0]);
+}
+
+void Operation::add_reason(const NoRoom& reason) {
+  const int64_t values[] = {static_cast<int64_t>(reason.domain),
+                            reason.pool_group.value(),
+                            reason.level,
+                            reason.needed,
+                            reason.free,
+                            reason.evictable,
+                            reason.over_utilisation ? 1 : 0};
+  auto& all = list(OperationField::kReason);
+  all.insert(all.end(), std::begin(values), std::end(values));
+}
+
+void Operation::set_scope(const ReuseScope& scope) {
+  set(OperationField::kLoraId, scope.lora_id);
+  if (scope.lora_generation != 0) set(OperationField::kLoraGeneration, scope.lora_generation);
+  if (const auto* number = std::get_if<int64_t>(&scope.salt)) {
+    set(OperationField::kSaltNumber, *number);
+  } else if (const auto* text = std::get_if<std::string>(&scope.salt)) {
+    set_all(OperationField::kSaltText, std::span<const char>(*text));
+  }
+}
+
+ReuseScope Operation::scope() const {
+  ReuseScope scope;
+  scope.lora_id = get(OperationField::kLoraId);
+  scope.lora_generation = get(OperationField::kLoraGeneration).value_or(0);
+  if (const auto number = get(OperationField::kSaltNumber)) {
+    scope.salt = *number;
+  } else if (const auto* text = find(OperationField::kSaltText)) {
+    std::string salt;
+    for (int64_t byte : *text) salt.push_back(static_cast<char>(byte));
+    scope.salt = std::move(salt);
+  }
+  return scope;
+}
+
+std::string describe(const Operation& operation, size_t max_list) {
+  std::ostringstream out;
+  out << name_of(operation.kind) << '(';
+  for (const bool results : {false, true}) {
+    bool first = true;
+    for (const Operation::Entry& entry : operation.entries) {
+      if (is_result(entry.field) != results) continue;
+      if (results && first) out << ") -> ";
+      if (!first) out << ", ";
+      first = false;
+      if (entry.field != OperationField::kOutcome) out << name_of(entry.field) << '=';
+      print_values(out, entry, max_list);
+    }
+    if (results && first) out << ") -> never returned";
+  }
+  return out.str();
+}
+
+void encode(const Operation& operation, std::vector<std::byte>& out) {
+  out.push_back(static_cast<std::byte>(operation.kind));
+  for (const Operation::Entry& entry : operation.entries) {
+    out.push_back(static_cast<std::byte>(entry.field));
+    put_varint(entry.values.size(), out);
+    for (int64_t value : entry.values) put_varint(zigzag(value), out);
+  }
+}
+
+std::optional<Operation> decode_operation(std::span<const std::byte> bytes) {
+  if (bytes.empty()) return std::nullopt;
+  Operation operation;
+  operation.kind = static_cast<OperationKind>(bytes[0]);
+  bytes = bytes.subspan(1);
+  while (!bytes.empty()) {
+    const auto field = static_cast<OperationField>(bytes[0]);
+    bytes = bytes.subspan(1);
+    const auto count = take_varint(bytes);
+    // A value takes a byte at least: a count beyond them is no reason to allocate.
+    if (!count || *count > bytes.size() || operation.find(field) != nullptr) return std::nullopt;
+    auto& values = operation.list(field);
+    values.reserve(*count);
+    for (uint64_t i = 0; i < *count; ++i) {
+      const auto value = take_varint(bytes);
+      if (!value) return std::nullopt;
+      values.push_back(unzigzag(*value));
+    }
+  }
+  return operation;
+}
+
+}  // namespace helicore::kv

@@ -1,0 +1,41 @@
+// The public calls of managers and caches as operations: each function says what is asked, runs the
+// call inside the sink and says what came of it. The methods come here first while there is a sink.
+// Internal.
+#pragma once
+
+#include <memory>
+
+#include "helicore/kv/kv_cache_manager.h"
+#include "helicore/kv/operation_sink.h"
+
+namespace helicore::kv::recorded {
+
+using Caches = std::span<KVCache* const>;
+using Row = std::optional<std::span<int32_t>>;
+
+[[nodiscard]] std::unique_ptr<KVCache> create(OperationSink& sink, KVCacheManager& manager,
+                                              const CreateOptions& options);
+[[nodiscard]] bool resume(OperationSink& sink, KVCache& cache, std::optional<int64_t> stream);
+void suspend(OperationSink& sink, KVCache& cache);
+[[nodiscard]] bool resize(OperationSink& sink, KVCache& cache, std::optional<int64_t> capacity,
+                          std::optional<int64_t> history);
+void truncate(OperationSink& sink, KVCache& cache, int64_t num_tokens);
+[[nodiscard]] std::unique_ptr<KVCache> fork(OperationSink& sink, KVCache& cache,
+                                            std::optional<int64_t> id);
+void commit(OperationSink& sink, KVCache& cache, std::span<const TokenId> tokens, bool is_end);
+void stop_committing(OperationSink& sink, KVCache& cache);
+void close(OperationSink& sink, KVCache& cache);
+void set_index_row(OperationSink& sink, KVCache& cache, int beam, LifeCycleId group, Row row);
+void resume_many(OperationSink& sink, KVCacheManager& manager, Caches caches,
+                 std::optional<int64_t> stream, std::span<uint8_t> results);
+void resize_many(OperationSink& sink, KVCacheManager& manager, Caches caches,
+                 std::span<const int32_t> capacities, std::span<const int32_t> histories,
+                 std::span<uint8_t> results);
+void truncate_many(OperationSink& sink, KVCacheManager& manager, Caches caches,
+                   std::span<const int32_t> num_tokens);
+void commit_many(OperationSink& sink, KVCacheManager& manager, Caches caches,
+                 std::span<const TokenId> tokens, std::span<const int32_t> counts);
+void clear_reusable_blocks(OperationSink& sink, KVCacheManager& manager);
+void shutdown(OperationSink& sink, KVCacheManager& manager);
+
+}  // namespace helicore::kv::recorded

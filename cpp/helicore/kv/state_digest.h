@@ -1,0 +1,20 @@
+// Numbers that tell two managers apart: equal calls on equal managers give equal digests, in any
+// process. Token ids and scopes do not enter, only which pages stand where. Internal.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "helicore/kv/manager_state.h"
+
+namespace helicore::kv {
+
+// Of the counters, the slots in use and the cursors of `caches`. O(pool groups + caches). Call with
+// the lock held, shared or not.
+[[nodiscard]] uint64_t counters_digest(const ManagerState& state, std::span<KVCache* const> caches);
+
+// Of everything: open caches with their pages, tree, eviction queues. O(pages + tree). Call with
+// the lock held and while no thread is inside a call on a cache.
+[[nodiscard]] uint64_t state_digest(const ManagerState& state);
+
+}  // namespace helicore::kv

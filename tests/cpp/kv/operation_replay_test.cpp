@@ -1,0 +1,312 @@
+#include "helicore/kv/operation_replay.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <new>
+#include <random>
+#include <thread>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/errors.h"
+#include "helicore/kv/introspection.h"
+#include "kv/kv_configs.h"
+#include "kv/operation_driver.h"
+
+namespace {
+thread_local int64_t num_allocations = 0;
+}  // namespace
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+[[gnu::noinline]] void* operator new(size_t num_bytes) {
+  ++num_allocations;
+  if (void* p = std::malloc(num_bytes)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, size_t) noexcept { std::free(p); }
+#endif
+
+namespace helicore::kv::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::vector<uint8_t> random_bytes(uint64_t seed, size_t count) {
+  std::mt19937_64 random(seed);
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+  return bytes;
+}
+
+struct Driven {
+  RecordingSummary summary;
+  int num_refused = 0;
+  int num_no_room = 0;
+  int num_hits = 0;
+};
+
+Driven drive(uint64_t seed, const RecordingOptions& options) {
+  const auto bytes = random_bytes(seed, 4000);
+  ByteSource source(bytes);
+  const DriverConfig config = driver_config(source);
+  KVCacheManager manager(config.config);
+  manager.start_recording(options);
+  OperationDriver driver(manager, config.is_plain, source);
+  driver.run(100000);
+  return {manager.stop_recording(), driver.num_refused(), driver.num_no_room(), driver.num_hits()};
+}
+
+#ifdef HELICORE_DEBUG_CHECKS
+constexpr uint64_t kNumSeeds = 40;
+#else
+constexpr uint64_t kNumSeeds = 150;
+#endif
+
+TEST(Replay, random_operations_run_again_as_recorded) {
+  Driven total;
+  for (uint64_t seed = 1; seed <= kNumSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    Driven run;
+    ASSERT_NO_THROW(run = drive(seed, {.state_every = 1}));
+    const auto log = OperationLog::parse(run.summary.bytes);
+    ASSERT_EQ(log.operations.size(), run.summary.num_operations);
+    const auto report = Replayer(log, {.check_every = 16}).run();
+    ASSERT_FALSE(report.difference.has_value()) << describe(report);
+    ASSERT_EQ(report.num_replayed, log.operations.size());
+    total.num_refused += run.num_refused;
+    total.num_no_room += run.num_no_room;
+    total.num_hits += run.num_hits;
+  }
+  constexpr int kSeeds = static_cast<int>(kNumSeeds);
+  EXPECT_GT(total.num_refused, 10 * kSeeds) << "the runs never misused the manager";
+  EXPECT_GT(total.num_no_room, kSeeds / 2) << "the runs never filled the pools";
+  EXPECT_GT(total.num_hits, 3 * kSeeds);
+}
+
+// A log in which every operation does something that can be told.
+OperationLog small_log() {
+  KVCacheManager manager(attention_config(4, 8));
+  manager.start_recording({.state_every = 1});
+  const auto tokens = iota_tokens(12);
+  auto first = manager.create_kv_cache();
+  EXPECT_TRUE(first->resume());
+  EXPECT_TRUE(first->resize(12));
+  first->commit(tokens);
+  auto second = manager.create_kv_cache({.input_tokens = std::span(tokens).first(9)});
+  EXPECT_TRUE(second->resume());
+  EXPECT_FALSE(second->resize(200));
+  EXPECT_THROW(second->truncate(300), InvalidArgument);
+  KVCache* const caches[] = {first.get(), second.get()};
+  const int32_t capacities[] = {16, 99};
+  uint8_t results[2];
+  manager.resize_many(caches, capacities, {}, results);
+  second->suspend();
+  first->close();
+  second->close();
+  manager.clear_reusable_blocks();
+  return OperationLog::parse(manager.stop_recording().bytes);
+}
+
+TEST(Replay, a_changed_argument_or_result_is_found_at_its_operation) {
+  const OperationLog log = small_log();
+  ASSERT_FALSE(Replayer(log).run().difference.has_value());
+  size_t num_changed = 0;
+  for (size_t index = 0; index < log.operations.size(); ++index) {
+    for (size_t entry = 0; entry < log.operations[index].entries.size(); ++entry) {
+      OperationLog tampered = log;
+      auto& values = tampered.operations[index].entries[entry].values;
+      if (values.empty()) continue;
+      values.back() += 1;
+      const auto report = Replayer(tampered).run();
+      const auto field = log.operations[index].entries[entry].field;
+      // What may change without a trace: tokens that nobody looks at, capacities that are refused.
+      const bool matters = is_result(field) || field == OperationField::kCaches;
+      if (!matters && !report.difference) continue;
+      ASSERT_TRUE(report.difference.has_value()) << index << ' ' << name_of(field);
+      if (matters) {
+        EXPECT_EQ(report.difference->index, index) << name_of(field);
+      }
+      EXPECT_GE(report.difference->index, index);
+      ++num_changed;
+    }
+  }
+  EXPECT_GT(num_changed, 60u);
+}
+
+TEST(Replay, says_what_differs_in_words) {
+  OperationLog log = small_log();
+  for (Operation& operation : log.operations) {
+    if (operation.outcome() != OperationOutcome::kNoRoom) continue;
+    operation.set(OperationField::kOutcome, 0);
+    break;
+  }
+  const auto report = Replayer(log).run();
+  ASSERT_TRUE(report.difference.has_value());
+  EXPECT_EQ(report.difference->index, 6u);
+  EXPECT_EQ(report.difference->what, "outcome: recorded done, replayed no room");
+  EXPECT_THAT(describe(report), HasSubstr("resize(cache=1, capacity=200) -> done"));
+}
+
+TEST(Replay, a_record_that_makes_no_sense_is_a_difference_and_no_crash) {
+  for (const OperationKind kind : {OperationKind::kResize, OperationKind::kCommitMany,
+                                   OperationKind::kCreate, OperationKind{99}}) {
+    OperationLog log = small_log();
+    log.operations.insert(log.operations.begin() + 3, Operation{kind, {}});
+    const auto report = Replayer(log).run();
+    ASSERT_TRUE(report.difference.has_value());
+    EXPECT_EQ(report.difference->index, 3u);
+  }
+}
+
+TEST(Replay, another_number_of_slots_is_told_before_anything_runs) {
+  OperationLog log = small_log();
+  log.slots[0].num_slots += 1;
+  const auto report = Replayer(log).run();
+  ASSERT_TRUE(report.difference.has_value());
+  EXPECT_EQ(report.num_replayed, 0u);
+  EXPECT_THAT(report.difference->what, HasSubstr("had 9 slots, here it has 8"));
+}
+
+TEST(Replay, pages_shrink_and_the_number_of_slots_stays) {
+  KVCacheManager manager(attention_config(64, 100, 3, 1152));
+  manager.start_recording({});
+  (void)manager.create_kv_cache();
+  const auto log = OperationLog::parse(manager.stop_recording().bytes);
+  Replayer small(log);
+  EXPECT_LT(small.manager().quota(0), manager.quota(0) / 10);
+  EXPECT_FALSE(small.run().difference.has_value());
+  Replayer whole(log, {.shrink_pages = false});
+  EXPECT_EQ(whole.manager().quota(0), manager.quota(0));
+  EXPECT_FALSE(whole.run().difference.has_value());
+}
+
+TEST(Replay, a_call_that_never_returned_runs_last) {
+  OperationLog log = small_log();
+  log.operations.resize(4);
+  log.end = LogEnd::kOpen;
+  std::erase_if(log.operations[3].entries,
+                [](const auto& entry) { return is_result(entry.field); });
+  Replayer replayer(log);
+  const auto report = replayer.run();
+  EXPECT_FALSE(report.difference.has_value());
+  EXPECT_EQ(replayer.cache(0)->num_committed_tokens(), 12);
+  EXPECT_THAT(describe(log.operations[3]), HasSubstr("never returned"));
+  EXPECT_THAT(describe(report), HasSubstr("writer went away"));
+}
+
+// With distinct endings no two blocks share a beginning by chance, so that the order of token ids
+// decides nothing.
+TEST(Replay, anonymised_tokens_keep_their_hits) {
+  const auto record = [](bool anonymise) {
+    KVCacheManager manager(attention_config(4, 30));
+    manager.start_recording({.state_every = 1, .anonymise = anonymise});
+    std::mt19937 random(5);
+    std::vector<std::vector<TokenId>> past = {{}};
+    TokenId fresh = 100000;
+    for (int i = 0; i < 400; ++i) {
+      auto tokens = past[random() % past.size()];
+      tokens.resize(tokens.size() - random() % (tokens.size() + 1));
+      for (auto n = random() % 9; n > 0; --n) tokens.push_back(fresh -= 7);
+      auto cache = manager.create_kv_cache({.input_tokens = tokens});
+      if (!cache->resume() || !cache->resize(static_cast<int64_t>(tokens.size()))) continue;
+      cache->commit(std::span(tokens).subspan(static_cast<size_t>(cache->num_committed_tokens())),
+                    true);
+      if (tokens.size() < 60) past.push_back(tokens);
+    }
+    EXPECT_GT(manager.stats().evicted_blocks, 100u);
+    EXPECT_GT(manager.stats().hit_tokens, 300u);
+    return OperationLog::parse(manager.stop_recording().bytes);
+  };
+  const auto raw = record(false);
+  const auto anonymous = record(true);
+  ASSERT_EQ(raw.operations.size(), anonymous.operations.size());
+  for (size_t i = 0; i < raw.operations.size(); ++i) {
+    ASSERT_EQ(raw.operations[i].get(OperationField::kMatched),
+              anonymous.operations[i].get(OperationField::kMatched));
+  }
+  const auto report = Replayer(anonymous).run();
+  EXPECT_FALSE(report.difference.has_value()) << describe(report);
+}
+
+TEST(Recording, threads_are_recorded_in_the_order_in_which_things_happened) {
+  KVCacheManager manager(attention_config(4, 40));
+  manager.start_recording({.state_every = 1});
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&manager, t] {
+      std::mt19937 random(static_cast<uint32_t>(t));
+      for (int i = 0; i < 60; ++i) {
+        std::vector<TokenId> tokens(random() % 20);
+        for (TokenId& token : tokens) token = static_cast<TokenId>(random() % 2);
+        auto cache = manager.create_kv_cache({.input_tokens = tokens});
+        (void)manager.probe_reuse(tokens);
+        if (!cache->resume() || !cache->resize(cache->capacity() + 9)) continue;
+        for (int k = 0; k < 9; ++k) {  // most of these take no lock when nobody records
+          const TokenId token = static_cast<TokenId>(random() % 2);
+          cache->commit(std::span(&token, 1));
+          (void)cache->resize(cache->capacity() + 1);
+        }
+        (void)manager.storage_statistics();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  const auto log = OperationLog::parse(manager.stop_recording().bytes);
+  EXPECT_GT(log.operations.size(), 240u * 10);
+  const auto report = Replayer(log).run();
+  EXPECT_FALSE(report.difference.has_value()) << describe(report);
+}
+
+TEST(Recording, may_stop_while_other_threads_call) {
+  for (int round = 0; round < 20; ++round) {
+    KVCacheManager manager(attention_config(4, 40));
+    manager.start_recording({.state_every = 1});
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&manager] {
+        for (int i = 0; i < 30; ++i) {
+          auto cache = manager.create_kv_cache();
+          EXPECT_TRUE(cache->resume());
+          (void)cache->resize(9);
+        }
+      });
+    }
+    std::this_thread::yield();
+    const auto log = OperationLog::parse(manager.stop_recording().bytes);
+    for (auto& thread : threads) thread.join();
+    EXPECT_EQ(log.end, LogEnd::kComplete);
+    EXPECT_FALSE(Replayer(log).run().difference.has_value());
+  }
+}
+
+TEST(Recording, that_is_off_costs_no_allocation) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(HELICORE_DEBUG_CHECKS)
+  GTEST_SKIP() << "allocations are counted in plain builds";
+#else
+  KVCacheManager manager(attention_config(64, 40));
+  const auto count = [&](bool record) {
+    if (record) manager.start_recording({});
+    auto cache = manager.create_kv_cache();
+    EXPECT_TRUE(cache->resume());
+    EXPECT_TRUE(cache->resize(10));
+    const TokenId token = 7;
+    const int64_t before = num_allocations;
+    for (int i = 0; i < 10; ++i) {
+      EXPECT_TRUE(cache->resize(20 + i));
+      cache->commit(std::span(&token, 1));
+      cache->truncate(15);
+      cache->suspend();
+      EXPECT_TRUE(cache->resume());
+    }
+    return num_allocations - before;
+  };
+  EXPECT_GT(count(true), 0) << "the counter counts nothing";
+  (void)manager.stop_recording();
+  EXPECT_EQ(count(false), 0);
+#endif
+}
+
+}  // namespace
+}  // namespace helicore::kv::testing
