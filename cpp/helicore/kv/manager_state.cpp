@@ -13,6 +13,8 @@ namespace {
 
 // How far a level may be resized: addresses that each of its pools reserves, in times of the quota.
 constexpr int64_t kGrowthLimit = 8;
+// Addresses that one level reserves beyond its quota: there are some 2^47 bytes of them.
+constexpr int64_t kMaxReservedBytes = int64_t{16} << 40;
 
 KVCacheManagerConfig checked(KVCacheManagerConfig config) {
   config.validate();
@@ -62,7 +64,8 @@ int64_t addressable_slots(const StorageLayout& layout, PoolGroupId group) {
 
 // Any group may come to have nearly all of the level, so each reserves addresses for that.
 void set_maxima(const StorageLayout& layout, bool is_hot, LevelState& level) {
-  level.max_quota = kGrowthLimit * level.split.quota;
+  const int64_t share = kMaxReservedBytes / static_cast<int64_t>(layout.groups().count());
+  level.max_quota = std::max(level.split.quota, std::min(kGrowthLimit * level.split.quota, share));
   for (size_t g = 0; g < layout.groups().count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const int64_t limit = is_hot ? addressable_slots(layout, group) : INT32_MAX - 1;
