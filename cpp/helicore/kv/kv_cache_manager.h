@@ -118,7 +118,8 @@ class KVCacheManager {
   // nowhere to go are in the way, nothing changes and the result has the reason; with `best_effort`
   // it returns without waiting, the slots that are to go are not handed out any more, and
   // maintain() goes on. Below the least quota nothing changes. A later call takes the place of what
-  // was pending. Throws InvalidArgument for a quota of more than 8 times the first one.
+  // was pending. Throws InvalidArgument for a quota of more than 8 times the first one,
+  // or 16 TiB over all pool groups.
   [[nodiscard]] ResizeResult resize(int level, int64_t quota, bool best_effort = false);
   // Work on levels that are on their way to other sizes, at most `max_pages` pages (>= 1); returns
   // how many moved. To be called between steps; nothing but one load when nothing is pending.
