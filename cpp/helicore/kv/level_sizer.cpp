@@ -30,7 +30,8 @@ size_t LevelSizer::num_groups() const noexcept { return state_.store.num_groups(
 ResizeResult LevelSizer::resize(int level, int64_t quota, bool best_effort) {
   const LevelState& own = state_.levels[static_cast<size_t>(level)];
   HELICORE_CHECK(quota > 0 && quota <= own.max_quota, "kv.resize_level", "quota must be in 1..",
-                 own.max_quota, " bytes, for which level ", level, "), got ", quota);
+                 own.max_quota, " bytes: level ", level, " has reserved no more addresses, got ",
+                 quota);
   state_.store.settle();
   const int64_t rounded = round_up(quota, own.grain);
   if (rounded < own.split.minimum) {
