@@ -247,13 +247,15 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (may_share_ || is_lost_ || !has_blocks_for(cursors.capacity) ||
+  // A commit may have adopted a page that is still on its way: the stream has yet to wait for it.
+  if (may_share_ || is_lost_ || !waits_.empty() || !has_blocks_for(cursors.capacity) ||
       cursors.capacity <= int64_t{num_blocks_ - 1} * tokens_per_block_ ||
       (!is_plain_ && makes_stale(cursors.history))) {
     return false;
   }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
+  lengths_.add(capacity_, history_length_);
   if (has_failed_) forget_failure();
   return true;
 }

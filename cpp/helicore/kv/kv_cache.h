@@ -7,7 +7,6 @@
 #include <span>
 #include <vector>
 
-#include "helicore/core/typed_index.h"
 #include "helicore/core/types.h"
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
@@ -16,6 +15,7 @@
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/planned_drop.h"
 #include "helicore/kv/prefetch.h"
+#include "helicore/kv/rebalance.h"
 #include "helicore/kv/retention.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
@@ -23,7 +23,6 @@
 namespace helicore::kv {
 
 struct ManagerState;
-class KVCache;
 class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
@@ -140,6 +139,7 @@ class KVCache : private KVCacheFields {
 
  private:
   friend class KVCacheManager;
+  friend class LevelSizer;
   friend class PrefetchTicket;
   friend struct ManagerState;
   friend struct Introspection;

@@ -82,6 +82,7 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   std::unique_ptr<KVCache> cache(
       new KVCache(*state_, {options.reuse_scope, options.input_tokens, options.id,
                             Retention(options.retention, options.priority)}));
+  state_->sizer.on_create(cache->id(), cache->num_reused_tokens());
   if (state_->config.enable_stats && !options.input_tokens.empty()) {
     KVCacheStats& stats = state_->stats;
     const int32_t block = state_->config.tokens_per_block;
@@ -361,6 +362,7 @@ int32_t KVCacheManager::page_index_scale(int32_t layer_id, const std::string& ro
 
 int64_t KVCacheManager::page_index_upper_bound(int32_t layer_id, const std::string& role) const {
   const BufferAttr& buffer = buffer_attr(layer_id, role);
+  const std::shared_lock lock(state_->mutex);
   return buffer.page_index_upper_bound(state_->levels[0].split.num_slots[buffer.group]);
 }
 
@@ -397,6 +399,7 @@ std::vector<std::vector<int32_t>> KVCacheManager::layer_grouping() const {
 
 std::vector<PoolGroupDesc> KVCacheManager::pool_group_descs() const {
   std::vector<PoolGroupDesc> descs;
+  const std::shared_lock lock(state_->mutex);
   for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const PoolGroupLayout& shape = state_->layout.groups()[group];
