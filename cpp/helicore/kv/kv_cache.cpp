@@ -104,11 +104,21 @@ bool KVCache::resume(std::optional<int64_t> stream) {
   {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
+    state_->check_stream(stream);
     const bool resumed = resume_locked(stream);
     state_->verify();
     if (!resumed) return false;
   }
   return finish_waits(state_->stats.failed_resumes);
+}
+
+void KVCache::set_stream(int64_t stream) {
+  if (auto* sink = recording(state_)) return recorded::set_stream(*sink, *this, stream);
+  if (stream < 0 && state_ != nullptr) {
+    const std::unique_lock lock(state_->mutex);
+    state_->check_stream(stream);
+  }
+  stream_ = stream;
 }
 
 void KVCache::suspend() {
@@ -180,6 +190,7 @@ void KVCache::check_intact(const char* where) const {
 }
 
 bool KVCache::finish_waits(uint64_t& failure_counter) {
+  if (auto* sink = noting(*state_)) sink->next_stage();
   if (!waits_.empty()) {
     CacheDevice& device = *state_->device;
     const StreamHandle stream = device_stream();

@@ -133,7 +133,8 @@ class KVCache {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  void set_stream(int64_t stream) noexcept { stream_ = stream; }
+  // Throws InvalidArgument for a negative number that is no step stream.
+  void set_stream(int64_t stream);
   // Why the last resume or resize returned false; nullopt after a success.
   [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
 

@@ -175,9 +175,10 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 
 void ManagerState::begin_operation() {
   fences.clear();
+  if (auto* passed = recording(this)) passed->saw_unknown_call();
   if (has_new_failures()) absorb_failures();
   if (timers.empty()) return;
-  for (const int64_t now = now_ns(); timers.any_due(now);) {
+  for (const int64_t now = read_clock(); timers.any_due(now);) {
     const RetentionTimers::Timer timer = timers.pop();
     if (!store.pages().is_current(timer.page)) continue;
     const PageRecord& page = store.page(timer.page.id);
@@ -187,6 +188,16 @@ void ManagerState::begin_operation() {
     const uint8_t priority = std::max(timer.priority, floor);
     if (page.priority > priority) store.set_priority(timer.page.id, priority);
   }
+}
+
+int64_t ManagerState::read_clock() {
+  const int64_t now = now_ns();
+  if (auto* sink = noting(*this)) sink->note(OperationField::kTimes, std::span(&now, 1));
+  return now;
+}
+
+void ManagerState::check_stream(std::optional<int64_t> stream) const {
+  if (stream && *stream < 0) (void)device->record(*stream);
 }
 
 TimePoint ManagerState::fence(StreamHandle stream) {
@@ -200,7 +211,14 @@ TimePoint ManagerState::fence(StreamHandle stream) {
 
 void ManagerState::absorb_failures() {
   num_failures_seen = device->num_failures();
-  for (uint64_t tag : device->take_failures()) {
+  const std::vector<uint64_t> tags = device->take_failures();
+  if (auto* sink = noting(*this)) {
+    const int64_t head[] = {sink->stage(), static_cast<int64_t>(tags.size())};
+    sink->note(OperationField::kLost, head);
+    const std::vector<int64_t> pages(tags.begin(), tags.end());
+    sink->note(OperationField::kLost, pages);
+  }
+  for (uint64_t tag : tags) {
     const PageHandle handle = PageHandle::of_tag(tag);
     if (!store.pages().is_current(handle)) continue;
     ++stats.lost_pages;
