@@ -154,12 +154,15 @@ void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
     commit_into_tail(tokens);
     return;
   }
-  const std::unique_lock lock(state_->mutex);
-  state_->begin_operation();
-  check_intact("kv.commit");
-  state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
-  commit_locked(tokens, is_end);
-  state_->verify();
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    check_intact("kv.commit");
+    state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
+    commit_locked(tokens, is_end);
+    state_->verify();
+  }
+  flush_waits();
 }
 
 void KVCache::stop_committing() {
@@ -189,18 +192,24 @@ void KVCache::check_intact(const char* where) const {
   }
 }
 
-bool KVCache::finish_waits(uint64_t& failure_counter) {
-  if (auto* sink = noting(*state_)) sink->next_stage();
-  if (!waits_.empty()) {
-    CacheDevice& device = *state_->device;
-    const StreamHandle stream = device_stream();
+void KVCache::flush_waits() {
+  if (waits_.empty()) return;
+  CacheDevice& device = *state_->device;
+  const StreamHandle stream = device_stream();
+  {
+    const std::unique_lock lock(state_->mutex);
     const TimePoint own = device.record(stream);
     if (!own.is_none()) {
       std::erase_if(waits_, [&](TimePoint p) { return p.timeline() == own.timeline(); });
     }
-    if (!waits_.empty()) device.wait(stream, waits_);
-    waits_.clear();
   }
+  if (!waits_.empty()) device.wait(stream, waits_);
+  waits_.clear();
+}
+
+bool KVCache::finish_waits(uint64_t& failure_counter) {
+  if (auto* sink = noting(*state_)) sink->next_stage();
+  flush_waits();
   if (!state_->has_new_failures()) return true;
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -298,6 +307,10 @@ StreamHandle KVCache::device_stream() const noexcept {
 
 TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
+}
+
+bool KVCache::can_wait_for(TimePoint point) const {
+  return state_->device->is_waitable(point) || fence().timeline() == point.timeline();
 }
 
 void KVCache::wait_for(TimePoint point) {

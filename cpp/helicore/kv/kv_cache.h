@@ -187,8 +187,13 @@ class KVCache {
   // Throws when a window has let go of blocks that the shorter history needs.
   void check_rewind(const char* where, int32_t num_tokens) const;
   void truncate_locked(int32_t num_tokens);
+  // `keep_sources`: hot pages that are to be copied stay where they are.
+  [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
+  void wait_for_state();
+  // What others read of our pages comes after what our stream has by now.
+  void set_written_locked();
   void suspend_locked();
   void commit_locked(std::span<const TokenId> tokens, bool is_end);
   void commit_full_block(std::span<const TokenId> tokens);
@@ -226,6 +231,7 @@ class KVCache {
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
   // device throws, nothing changed.
   void copy_blocks_locked(int32_t end);
+  void copy_page(PageHandle from, PageHandle to);
   [[nodiscard]] PageHandle fresh_page(int32_t ordinal, size_t life_cycle);
   [[nodiscard]] uint8_t priority_of(int32_t ordinal) const noexcept;
   // The block's pages have been committed: their retention begins.
@@ -243,9 +249,12 @@ class KVCache {
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
+  // False for a step of another stream that is not done: only the caller can end it.
+  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
+  void flush_waits();
 
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.

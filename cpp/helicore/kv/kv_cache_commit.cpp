@@ -99,6 +99,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (!is_live(ordinal, life_cycle)) return true;  // the tree has it: ours goes
   if (store.page(theirs).level == kHotLevel) {
+    if (!can_wait_for(store.filled(theirs))) return false;
     const PageHandle adopted = store.pages().handle(theirs);
     store.hold(theirs, priority_of(ordinal));
     store.lock(adopted);
@@ -111,6 +112,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (mine.hold_count > 1 || mine.node != kNoNode) return false;  // stays a private duplicate
   // Theirs is on a colder level: it moves into our slot without a copy.
+  state_->note_copy(own, store.pages().handle(theirs));
   store.promote(theirs, own, priority_of(ordinal));
   own = store.pages().handle(theirs);
   return true;
@@ -174,7 +176,7 @@ NodeId KVCache::insert_tail_copies() {
       if (!is_tail_copied(ordinal, lc)) continue;
       copies[lc] =
           state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
-      state.store.copy_page(page(ordinal, lc), copies[lc], device_stream());
+      copy_page(page(ordinal, lc), copies[lc]);
     }
   } catch (...) {
     give_up();
@@ -215,7 +217,7 @@ bool KVCache::snapshot_state(bool may_move) {
     }
     if (!moves) {
       snapshot = state.store.allocate(*state.ssm, priority_of(ordinal));
-      state.store.copy_page(state_page_, snapshot, device_stream());
+      copy_page(state_page_, snapshot);
     }
     if (!is_aligned) node = moves ? tail_node_with_own_pages() : insert_tail_copies();
   } catch (const std::exception&) {  // the device refused: reuse is lost, nothing else

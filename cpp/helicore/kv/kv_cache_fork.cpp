@@ -13,11 +13,14 @@ void KVCache::truncate(int64_t num_tokens) {
   if (auto* sink = recording(state_)) return recorded::truncate(*sink, *this, num_tokens);
   const int32_t end = check_truncate("kv.truncate", num_tokens);
   if (!kDebugChecks && truncate_within_blocks(end)) return;
-  const std::unique_lock lock(state_->mutex);
-  state_->begin_operation();
-  check_rewind("kv.truncate", end);
-  truncate_locked(end);
-  state_->verify();
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    check_rewind("kv.truncate", end);
+    truncate_locked(end);
+    state_->verify();
+  }
+  flush_waits();
 }
 
 int32_t KVCache::check_truncate(const char* where, int64_t num_tokens) const {
@@ -65,6 +68,7 @@ void KVCache::truncate_locked(int32_t num_tokens) {
     for (int32_t b = std::max(stale(lc, history).end, now.begin); b < end; ++b) {
       if (!is_active()) continue;
       state_->store.lock(page(b, lc));
+      wait_for(state_->store.filled(page(b, lc).id));
       tables_[lc].data[b] = state_->store.page(page(b, lc).id).slot.value();
     }
   }
@@ -78,6 +82,7 @@ std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_intact("kv.fork");
+  set_written_locked();
   std::unique_ptr<KVCache> child(new KVCache(*this, id));
   may_share_ = may_share_ || child->may_share_;
   ++state_->stats.num_forks;
@@ -191,14 +196,13 @@ bool KVCache::add_copies(int32_t end, std::span<int32_t> need) const {
 
 void KVCache::copy_blocks_locked(int32_t end) {
   PageStore& store = state_->store;
-  const StreamHandle stream = device_stream();
   replacements_.clear();
   const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
     replacements_.push_back({ordinal, lc, PageHandle()});
     const PageHandle fresh =
         store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
     replacements_.back().fresh = fresh;
-    if (!from.is_null()) store.copy_page(from, fresh, stream);
+    if (!from.is_null()) copy_page(from, fresh);
   };
   try {
     // Last block first: a block is queued for eviction before the one in front of it.
@@ -231,6 +235,11 @@ void KVCache::copy_blocks_locked(int32_t end) {
   needs_copy_ = false;
   needs_state_ = false;
   may_share_ = may_share_ && (any_shared(num_full_blocks(), end) || must_copy_state());
+}
+
+void KVCache::copy_page(PageHandle from, PageHandle to) {
+  state_->note_copy(from, to);
+  state_->store.copy_page(from, to, device_stream());
 }
 
 void KVCache::install_page(const Replacement& replacement) {

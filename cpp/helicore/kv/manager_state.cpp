@@ -79,7 +79,8 @@ std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config, const Storag
                                 const std::vector<LevelState>& levels) {
   std::vector<LevelSpec> specs;
   for (size_t i = 0; i < levels.size(); ++i) {
-    LevelSpec spec{levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}};
+    LevelSpec spec{
+        levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}, levels[i].grain};
     if (const auto* disk = std::get_if<DiskCacheTierConfig>(&config.cache_tiers[i])) {
       spec.directory = disk->path;
     }
@@ -176,7 +177,11 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 void ManagerState::begin_operation() {
   fences.clear();
   if (auto* passed = recording(this)) passed->saw_unknown_call();
+  // NOTE: a device reports a failure before the point is reached, so what has arrived by now is
+  // among the failures that are looked for next.
+  for (DerivedCopy& copy : derived) copy.has_arrived = device->reached(copy.arrival);
   if (has_new_failures()) absorb_failures();
+  std::erase_if(derived, [](const DerivedCopy& copy) { return copy.has_arrived; });
   if (timers.empty()) return;
   for (const int64_t now = read_clock(); timers.any_due(now);) {
     const RetentionTimers::Timer timer = timers.pop();
@@ -200,6 +205,12 @@ void ManagerState::check_stream(std::optional<int64_t> stream) const {
   if (stream && *stream < 0) (void)device->record(*stream);
 }
 
+void ManagerState::note_copy(PageHandle from, PageHandle to) {
+  const TimePoint arrival = store.filled(from.id);
+  if (device->reached(arrival) && !has_new_failures()) return;
+  derived.push_back({.from = from, .to = to, .arrival = arrival});
+}
+
 TimePoint ManagerState::fence(StreamHandle stream) {
   for (const Fence& known : fences) {
     if (known.stream == stream) return known.point;
@@ -211,19 +222,22 @@ TimePoint ManagerState::fence(StreamHandle stream) {
 
 void ManagerState::absorb_failures() {
   num_failures_seen = device->num_failures();
-  const std::vector<uint64_t> tags = device->take_failures();
-  if (auto* sink = noting(*this)) {
-    const int64_t head[] = {sink->stage(), static_cast<int64_t>(tags.size())};
-    sink->note(OperationField::kLost, head);
-    const std::vector<int64_t> pages(tags.begin(), tags.end());
-    sink->note(OperationField::kLost, pages);
-  }
-  for (uint64_t tag : tags) {
-    const PageHandle handle = PageHandle::of_tag(tag);
-    if (!store.pages().is_current(handle)) continue;
+  std::vector<PageHandle> failed;
+  for (uint64_t tag : device->take_failures()) failed.push_back(PageHandle::of_tag(tag));
+  for (size_t i = 0; i < failed.size(); ++i) {
+    const PageHandle handle = failed[i];
+    for (const DerivedCopy& copy : derived) {
+      if (copy.from == handle) failed.push_back(copy.to);
+    }
+    if (!store.pages().is_current(handle) || store.page(handle.id).lost) continue;
     ++stats.lost_pages;
     store.set_lost(handle.id);
     if (store.page(handle.id).node != kNoNode) (void)tree.drop_node(store.page(handle.id).node);
+  }
+  if (auto* sink = noting(*this)) {
+    std::vector<int64_t> lost = {sink->stage(), static_cast<int64_t>(failed.size())};
+    for (PageHandle handle : failed) lost.push_back(static_cast<int64_t>(handle.tag()));
+    sink->note(OperationField::kLost, lost);
   }
   for (KVCache* cache : caches) cache->look_for_lost_pages();
 }
