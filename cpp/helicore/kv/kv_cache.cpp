@@ -112,15 +112,6 @@ bool KVCache::resume(std::optional<int64_t> stream) {
   return finish_waits(state_->stats.failed_resumes);
 }
 
-void KVCache::set_stream(int64_t stream) {
-  if (auto* sink = recording(state_)) return recorded::set_stream(*sink, *this, stream);
-  if (stream < 0 && state_ != nullptr) {
-    const std::unique_lock lock(state_->mutex);
-    state_->check_stream(stream);
-  }
-  stream_ = stream;
-}
-
 void KVCache::suspend() {
   if (auto* sink = recording(state_)) return recorded::suspend(*sink, *this);
   HELICORE_KV_STATE(is_active(), "kv.suspend", "cache ", id_, " is ", name_of(status_),
@@ -303,6 +294,25 @@ uint8_t KVCache::priority_of(int32_t ordinal) const noexcept {
 StreamHandle KVCache::device_stream() const noexcept {
   const StreamHandle stream = stream_.value_or(0);
   return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
+}
+
+void KVCache::set_stream(int64_t stream) {
+  if (auto* sink = recording(state_)) return recorded::set_stream(*sink, *this, stream);
+  if (stream < 0 && state_ != nullptr) {
+    const std::unique_lock lock(state_->mutex);
+    state_->check_stream(stream);
+  }
+  if (!is_active() || stream_.value_or(stream) == stream) {
+    stream_ = stream;
+    return;
+  }
+  CacheDevice& device = *state_->device;
+  const TimePoint before = device.record(device_stream());
+  const bool is_done = before.is_none() || device.reached(before);
+  HELICORE_KV_STATE(is_done || device.is_waitable(before), "kv.cuda_stream", "cache ", id_,
+                    " has a step that is not complete; complete it or suspend first");
+  stream_ = stream;
+  if (!is_done) device.wait(device_stream(), {&before, 1});
 }
 
 TimePoint KVCache::fence() const {

@@ -133,7 +133,8 @@ class KVCache {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  // Throws InvalidArgument for a negative number that is no step stream.
+  // Goes on after the old one. Throws LogicError while a step of that runs, InvalidArgument for a
+  // negative number that is no step stream.
   void set_stream(int64_t stream);
   // Why the last resume or resize returned false; nullopt after a success.
   [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
@@ -167,6 +168,9 @@ class KVCache {
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
+  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
+  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
+                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -285,6 +289,8 @@ class KVCache {
   bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
   bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
   bool may_share_ = false;    // forks may hold blocks that are not yet committed here
+  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
+                              // history_length() on ours; whoever else holds them only reads
   bool in_batch_ = false;     // seen by the batch call that is checking its arguments
   bool is_lost_ = false;
   Retention retention_;

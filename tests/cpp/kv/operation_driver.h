@@ -35,7 +35,13 @@ class OperationDriver {
         fake_(fake),
         source_(source) {
     state().now_ns = [now = now_] { return *now; };
+    if (fake_ != nullptr) fake_->set_on_stuck([this] { return complete_all(); });
   }
+  ~OperationDriver() {
+    if (fake_ != nullptr) fake_->set_on_stuck(nullptr);
+  }
+  OperationDriver(const OperationDriver&) = delete;
+  OperationDriver& operator=(const OperationDriver&) = delete;
 
   void run(int max_operations) {
     for (int i = 0; i < max_operations && !source_.is_empty(); ++i) {
@@ -135,6 +141,8 @@ class OperationDriver {
     if (operation < 4) return create();
     if (operation == 4) return probe();
     if (operation == 5) return clear();
+    const bool waits = operation == 6 || operation == 7 || (operation > 7 && operation < 31);
+    if (waits) finish_steps_that_a_call_may_wait_for();
     if (operation == 6) return batch();
     if (operation == 7) return wild_batch();
     if (operation == 32) return advance_clock();
@@ -285,6 +293,25 @@ class OperationDriver {
         streams_[static_cast<size_t>(source_.below(static_cast<int>(streams_.size())))];
     const uint64_t step = manager_.submit_step(stream.handle);
     if (step != ++stream.submitted) fail("submit_step gave another number than the next");
+  }
+
+  // What the executor's own thread would do while a call waits for it; a log that is to be replayed
+  // has it before the call instead, for here it is one thread.
+  bool complete_all() {
+    bool any = false;
+    for (StepStream& stream : streams_) {
+      if (stream.completed == stream.submitted) continue;
+      any = true;
+      state().device->complete_step(stream.handle, stream.completed = stream.submitted);
+    }
+    return any;
+  }
+  void finish_steps_that_a_call_may_wait_for() {
+    if (fake_ != nullptr && !manager_.is_recording()) return;
+    for (StepStream& stream : streams_) {
+      if (stream.completed == stream.submitted) continue;
+      manager_.complete_step(stream.handle, stream.completed = stream.submitted);
+    }
   }
 
   void complete() {
