@@ -107,6 +107,7 @@ bool KVCache::resume(std::optional<int64_t> stream) {
   {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
+    state_->check_stream(stream);
     const bool resumed = resume_locked(stream);
     state_->verify();
     if (!resumed) return false;
@@ -201,6 +202,7 @@ void KVCache::flush_waits() {
 }
 
 bool KVCache::finish_waits(uint64_t& failure_counter) {
+  if (auto* sink = noting(*state_)) sink->next_stage();
   flush_waits();
   if (!state_->has_new_failures()) return true;
   const std::unique_lock lock(state_->mutex);
@@ -305,6 +307,11 @@ StreamHandle KVCache::device_stream() const noexcept {
 }
 
 void KVCache::set_stream(int64_t stream) {
+  if (auto* sink = recording(state_)) return recorded::set_stream(*sink, *this, stream);
+  if (stream < 0 && state_ != nullptr) {
+    const std::unique_lock lock(state_->mutex);
+    state_->check_stream(stream);
+  }
   if (!is_active() || stream_.value_or(stream) == stream) {
     stream_ = stream;
     return;

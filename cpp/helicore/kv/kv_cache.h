@@ -133,7 +133,9 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  void set_stream(int64_t stream);  // goes on after the old one; throws while a step of it runs
+  // Goes on after the old one. Throws LogicError while a step of that runs, InvalidArgument for a
+  // negative number that is no step stream.
+  void set_stream(int64_t stream);
   // Why the last resume or resize returned false; nullopt after a success.
   [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
 

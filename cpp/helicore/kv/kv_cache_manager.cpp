@@ -104,6 +104,7 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
 
 std::unique_ptr<KVCache> KVCacheManager::pin(std::span<const TokenId> tokens,
                                              const ReuseScope& scope) {
+  if (auto* sink = recording(state_.get())) return recorded::pin(*sink, *this, tokens, scope);
   scope.validate();
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -115,16 +116,21 @@ std::unique_ptr<KVCache> KVCacheManager::pin(std::span<const TokenId> tokens,
 }
 
 StreamHandle KVCacheManager::make_step_stream() {
+  if (auto* sink = recording(state_.get())) return recorded::make_step_stream(*sink, *this);
   const std::unique_lock lock(state_->mutex);
   return state_->device->make_step_stream();
 }
 
 uint64_t KVCacheManager::submit_step(StreamHandle stream) {
+  if (auto* sink = recording(state_.get())) return recorded::submit_step(*sink, *this, stream);
   const std::unique_lock lock(state_->mutex);
   return state_->device->submit_step(stream);
 }
 
 void KVCacheManager::complete_step(StreamHandle stream, uint64_t step) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::complete_step(*sink, *this, stream, step);
+  }
   const std::unique_lock lock(state_->mutex);
   state_->device->complete_step(stream, step);
 }
@@ -327,6 +333,7 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
   try {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
+    state_->check_stream(stream);
     for (size_t i = 0; i < caches.size(); ++i) {
       results[i] = caches[i]->resume_locked(stream) ? 1 : 0;
     }

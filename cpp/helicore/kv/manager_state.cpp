@@ -189,13 +189,14 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 
 void ManagerState::begin_operation() {
   fences.clear();
+  if (auto* passed = recording(this)) passed->saw_unknown_call();
   // NOTE: a device reports a failure before the point is reached, so what has arrived by now is
   // among the failures that are looked for next.
   for (DerivedCopy& copy : derived) copy.has_arrived = device->reached(copy.arrival);
   if (has_new_failures()) absorb_failures();
   std::erase_if(derived, [](const DerivedCopy& copy) { return copy.has_arrived; });
   if (timers.empty()) return;
-  for (const int64_t now = now_ns(); timers.any_due(now);) {
+  for (const int64_t now = read_clock(); timers.any_due(now);) {
     const RetentionTimers::Timer timer = timers.pop();
     if (!store.pages().is_current(timer.page)) continue;
     const PageRecord& page = store.page(timer.page.id);
@@ -205,6 +206,16 @@ void ManagerState::begin_operation() {
     const uint8_t priority = std::max(timer.priority, floor);
     if (page.priority > priority) store.set_priority(timer.page.id, priority);
   }
+}
+
+int64_t ManagerState::read_clock() {
+  const int64_t now = now_ns();
+  if (auto* sink = noting(*this)) sink->note(OperationField::kTimes, std::span(&now, 1));
+  return now;
+}
+
+void ManagerState::check_stream(std::optional<int64_t> stream) const {
+  if (stream && *stream < 0) (void)device->record(*stream);
 }
 
 void ManagerState::note_copy(PageHandle from, PageHandle to) {
@@ -231,10 +242,15 @@ void ManagerState::absorb_failures() {
     for (const DerivedCopy& copy : derived) {
       if (copy.from == handle) failed.push_back(copy.to);
     }
-    if (!store.pages().is_current(handle)) continue;
+    if (!store.pages().is_current(handle) || store.page(handle.id).lost) continue;
     ++stats.lost_pages;
     store.set_lost(handle.id);
     if (store.page(handle.id).node != kNoNode) (void)tree.drop_node(store.page(handle.id).node);
+  }
+  if (auto* sink = noting(*this)) {
+    std::vector<int64_t> lost = {sink->stage(), static_cast<int64_t>(failed.size())};
+    for (PageHandle handle : failed) lost.push_back(static_cast<int64_t>(handle.tag()));
+    sink->note(OperationField::kLost, lost);
   }
   for (KVCache* cache : caches) cache->look_for_lost_pages();
 }

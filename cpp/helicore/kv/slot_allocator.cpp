@@ -80,7 +80,15 @@ void SlotAllocator::release(SlotId slot, TimePoint after, const CacheDevice& dev
 
 void SlotAllocator::settle(const CacheDevice& device) noexcept {
   if (in_flight_.count > 0) settle(in_flight_, device);
-  if (parked_.count > 0) settle(parked_, device);
+  // As soon as the steps are done, whatever copies do after them: how many slots can be handed out
+  // is a matter of what the caller did, never of how fast copies are.
+  while (parked_.count > 0) {
+    TimePoint& after = after_[static_cast<size_t>(parked_.head)];
+    if (!device.is_waitable(after)) return;
+    const bool ready = device.reached(after);
+    if (ready) after = TimePoint();
+    push(ready ? ready_ : in_flight_, pop(parked_));
+  }
 }
 
 void SlotAllocator::settle(List& list, const CacheDevice& device) noexcept {
