@@ -144,12 +144,15 @@ void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
     commit_into_tail(tokens);
     return;
   }
-  const std::unique_lock lock(state_->mutex);
-  state_->begin_operation();
-  check_intact("kv.commit");
-  state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
-  commit_locked(tokens, is_end);
-  state_->verify();
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    check_intact("kv.commit");
+    state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
+    commit_locked(tokens, is_end);
+    state_->verify();
+  }
+  flush_waits();
 }
 
 void KVCache::stop_committing() {
@@ -179,17 +182,23 @@ void KVCache::check_intact(const char* where) const {
   }
 }
 
-bool KVCache::finish_waits(uint64_t& failure_counter) {
-  if (!waits_.empty()) {
-    CacheDevice& device = *state_->device;
-    const StreamHandle stream = device_stream();
+void KVCache::flush_waits() {
+  if (waits_.empty()) return;
+  CacheDevice& device = *state_->device;
+  const StreamHandle stream = device_stream();
+  {
+    const std::unique_lock lock(state_->mutex);
     const TimePoint own = device.record(stream);
     if (!own.is_none()) {
       std::erase_if(waits_, [&](TimePoint p) { return p.timeline() == own.timeline(); });
     }
-    if (!waits_.empty()) device.wait(stream, waits_);
-    waits_.clear();
   }
+  if (!waits_.empty()) device.wait(stream, waits_);
+  waits_.clear();
+}
+
+bool KVCache::finish_waits(uint64_t& failure_counter) {
+  flush_waits();
   if (!state_->has_new_failures()) return true;
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -288,8 +297,26 @@ StreamHandle KVCache::device_stream() const noexcept {
   return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
 }
 
+void KVCache::set_stream(int64_t stream) {
+  if (!is_active() || stream_.value_or(stream) == stream) {
+    stream_ = stream;
+    return;
+  }
+  CacheDevice& device = *state_->device;
+  const TimePoint before = device.record(device_stream());
+  const bool is_done = before.is_none() || device.reached(before);
+  HELICORE_KV_STATE(is_done || device.is_waitable(before), "kv.cuda_stream", "cache ", id_,
+                    " has a step that is not complete; complete it or suspend first");
+  stream_ = stream;
+  if (!is_done) device.wait(device_stream(), {&before, 1});
+}
+
 TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
+}
+
+bool KVCache::can_wait_for(TimePoint point) const {
+  return state_->device->is_waitable(point) || fence().timeline() == point.timeline();
 }
 
 void KVCache::wait_for(TimePoint point) {

@@ -132,7 +132,7 @@ class KVCache {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  void set_stream(int64_t stream) noexcept { stream_ = stream; }
+  void set_stream(int64_t stream);  // goes on after the old one; throws while a step of it runs
   // Why the last resume or resize returned false; nullopt after a success.
   [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
 
@@ -166,6 +166,9 @@ class KVCache {
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
+  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
+  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
+                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -186,8 +189,13 @@ class KVCache {
   // Throws when a window has let go of blocks that the shorter history needs.
   void check_rewind(const char* where, int32_t num_tokens) const;
   void truncate_locked(int32_t num_tokens);
+  // `keep_sources`: hot pages that are to be copied stay where they are.
+  [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
+  void wait_for_state();
+  // What others read of our pages comes after what our stream has by now.
+  void set_written_locked();
   void suspend_locked();
   void commit_locked(std::span<const TokenId> tokens, bool is_end);
   void commit_full_block(std::span<const TokenId> tokens);
@@ -225,6 +233,7 @@ class KVCache {
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
   // device throws, nothing changed.
   void copy_blocks_locked(int32_t end);
+  void copy_page(PageHandle from, PageHandle to);
   [[nodiscard]] PageHandle fresh_page(int32_t ordinal, size_t life_cycle);
   [[nodiscard]] uint8_t priority_of(int32_t ordinal) const noexcept;
   // The block's pages have been committed: their retention begins.
@@ -242,9 +251,12 @@ class KVCache {
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
+  // False for a step of another stream that is not done: only the caller can end it.
+  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
+  void flush_waits();
 
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.
@@ -274,6 +286,8 @@ class KVCache {
   bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
   bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
   bool may_share_ = false;    // forks may hold blocks that are not yet committed here
+  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
+                              // history_length() on ours; whoever else holds them only reads
   bool in_batch_ = false;     // seen by the batch call that is checking its arguments
   bool is_lost_ = false;
   Retention retention_;

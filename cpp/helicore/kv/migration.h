@@ -47,8 +47,10 @@ class Migrator {
   [[nodiscard]] std::optional<NoRoom> push_down(std::span<const PageId> pages);
   // The same question without doing anything.
   [[nodiscard]] std::optional<NoRoom> check_push_down(std::span<const PageId> pages);
-  // The next pages of the level's queue that may leave it, in that order, at most `count`.
-  [[nodiscard]] std::vector<PageId> next_victims(PoolGroupId group, int level, int64_t count) const;
+  // The next pages of the level's queue that may leave it, in that order, at most `count`; with
+  // `spare_held` those that nobody holds come first.
+  [[nodiscard]] std::vector<PageId> next_victims(PoolGroupId group, int level, int64_t count,
+                                                 bool spare_held) const;
   // Slots that a level keeps for pages in passing.
   [[nodiscard]] int32_t bounce(PoolGroupId group, int level) const noexcept;
   // Why `needed` slots can't be had, as it is now.
@@ -75,8 +77,16 @@ class Migrator {
   [[nodiscard]] int32_t absorb(PoolGroupId group, int level);
   // The next `count` pages of the level's queue into victims_; how many it found.
   int32_t pick_victims(PoolGroupId group, int level, int32_t count);
+  // Pages of `level`, or of those that come in, leave it until the excess is gone; returns what is
+  // left of it.
+  struct Excess {
+    int32_t count = 0;
+    bool droppable_only = false;
+  };
+  int32_t expel(std::vector<PageHandle>& incoming, PoolGroupId group, int level, Excess excess);
   // The first page from `id` on that the plan may take.
-  [[nodiscard]] PageId next_victim(PoolGroupId group, int level, PageId id) const noexcept;
+  [[nodiscard]] PageId next_victim(PoolGroupId group, int level, PageId id,
+                                   bool droppable_only) const noexcept;
   void mark(PageId id);
   void execute(int level);
   void execute_group(PoolGroupId group, int level);
@@ -92,6 +102,9 @@ class Migrator {
   std::vector<PageHandle> marked_;
   std::vector<PageId> batch_;
   std::vector<PageId> useless_;
+  // The second way to make a plan, when the order of the queues does not lead to room: pages that
+  // nobody holds leave first, whatever their priority, so that held ones always find a place.
+  bool spare_held_ = false;
 };
 
 }  // namespace helicore::kv
