@@ -7,12 +7,19 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "gil.h"
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv_casters.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+// Waits for copies that are under way.
+template <>
+void nanobind::detail::wrap_destruct<helicore::kv::KVCacheManager>(void* value) noexcept {
+  helicore::bindings::destroy_without_gil<helicore::kv::KVCacheManager>(value);
+}
 
 namespace helicore::bindings {
 
