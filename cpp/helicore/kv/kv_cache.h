@@ -166,6 +166,9 @@ class KVCache {
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
+  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
+  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
+                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -284,6 +287,8 @@ class KVCache {
   bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
   bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
   bool may_share_ = false;    // forks may hold blocks that are not yet committed here
+  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
+                              // history_length() on ours; whoever else holds them only reads
   bool in_batch_ = false;     // seen by the batch call that is checking its arguments
   bool is_lost_ = false;
   Retention retention_;

@@ -246,6 +246,23 @@ NodeId KVCache::tail_node_with_own_pages() {
   return state_->tree.find_cover(tail_node_, tail_tokens_);
 }
 
+bool KVCache::agrees_with_forks(int32_t ordinal, NodeId parent,
+                                std::span<const TokenId> tokens) const noexcept {
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const PageHandle handle = page(ordinal, lc);
+    if (handle.is_null()) continue;
+    const PageRecord& record = state_->store.page(handle.id);
+    if (record.node == kNoNode) continue;
+    const auto theirs =
+        state_->tree.tokens(record.node).first(static_cast<size_t>(record.num_tokens));
+    if (parent == kNoNode || state_->tree.node(record.node).parent != parent ||
+        !std::equal(theirs.begin(), theirs.end(), tokens.begin())) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
   const RadixTree& tree = state_->tree;
   const auto end = num_committed_ + static_cast<int32_t>(tokens.size());
@@ -263,14 +280,8 @@ void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
     const size_t taken = block - next.size();
     next.insert(next.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
     tokens = tokens.subspan(taken);
-    const NodeId shown = shown_node(b);
-    if (shown != kNoNode) {
-      const auto theirs = tree.tokens(shown);
-      HELICORE_CHECK(parent != kNoNode && tree.node(shown).parent == parent &&
-                         std::equal(theirs.begin(), theirs.end(), next.begin()),
-                     "kv.commit", "tokens of block ", b,
-                     " must be those that a fork committed for the same rows");
-    }
+    HELICORE_CHECK(agrees_with_forks(b, parent, next), "kv.commit", "tokens of block ", b,
+                   " must be those that a fork committed for the same rows");
     if (parent != kNoNode) parent = tree.find_child(parent, next);
     next.clear();
   }

@@ -54,12 +54,14 @@ bool KVCache::truncate_within_blocks(int32_t num_tokens) noexcept {
   if (ceil_div(num_tokens, tokens_per_block_) != num_blocks_) return false;
   const int32_t history = std::min(history_length_, num_tokens);
   if (makes_stale(history)) return false;
+  owns_rows_ = owns_rows_ && history == history_length_;
   capacity_ = num_tokens;
   history_length_ = history;
   return true;
 }
 
 void KVCache::truncate_locked(int32_t num_tokens) {
+  owns_rows_ = owns_rows_ && num_tokens >= history_length_;
   shrink_locked(ceil_div(num_tokens, tokens_per_block_));
   const int32_t history = std::min(history_length_, num_tokens);
   for (size_t lc = 0; lc < tables_.size() && makes_stale(history); ++lc) {
@@ -85,6 +87,7 @@ std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
   set_written_locked();
   std::unique_ptr<KVCache> child(new KVCache(*this, id));
   may_share_ = may_share_ || child->may_share_;
+  owns_rows_ = false;
   ++state_->stats.num_forks;
   state_->verify();
   return child;
@@ -161,7 +164,7 @@ bool KVCache::must_copy(int32_t ordinal, size_t life_cycle) const noexcept {
   if (!needs_copy_ && !may_share_) return false;
   if (page(ordinal, life_cycle).is_null()) return false;
   if (needs_copy_) return ordinal == num_blocks_ - 1;
-  if (ordinal < history_length_ / tokens_per_block_) return false;
+  if (owns_rows_ || ordinal < history_length_ / tokens_per_block_) return false;
   const PageRecord& record = state_->store.page(page(ordinal, life_cycle).id);
   if (record.hold_count > 1) return true;
   // Alone: rows behind those that the tree shows may be written in place.

@@ -37,6 +37,7 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
+  owns_rows_ = true;
   last_failure_.reset();
   return true;
 }
@@ -135,6 +136,7 @@ void KVCache::let_go_stale(int32_t ordinal, size_t life_cycle) {
   PageHandle& handle = page(ordinal, life_cycle);
   if (handle.is_null()) return;
   if (is_active()) {
+    if (ordinal >= num_full_blocks()) state_->store.set_written(handle.id, fence());
     state_->store.unlock(handle, fence());
     tables_[life_cycle].data[ordinal] = kBadPageIndex;
   }
@@ -246,6 +248,7 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
   if (stream) stream_ = stream;
   if (needs_copy_ || may_share_ || needs_state_) copy_blocks_locked(num_blocks_);
   status_ = CacheStatus::kActive;
+  owns_rows_ = true;
   lock_pages();
   last_failure_.reset();
   ++state.num_active;

@@ -204,7 +204,7 @@ int32_t Migrator::absorb(PoolGroupId group, int level) {
   std::erase_if(incoming, [&](PageHandle page) {
     const PageRecord& record = store_.page(page.id);
     if (record.copy_slot.value() < 0 || record.copy_level != level) return false;
-    if (spare_held_ && record.hold_count == 0 && room <= 0) return false;
+    if (spare_held_ && record.hold_count == 0) return false;
     store_.set_to_copy(page.id, true);
     --room;  // its copy is not to be given up
     arrivals.push_back(page);
@@ -237,8 +237,8 @@ int32_t Migrator::expel(std::vector<PageHandle>& incoming, PoolGroupId group, in
                                              EvictionQueue::rank(store_.page(incoming[at].id)))) {
       leaving = store_.pages().handle(resident);
       mark(resident);
-      resident = next_victim(group, level, queue.after(store_.pages(), resident),
-                             excess.droppable_only);
+      resident =
+          next_victim(group, level, queue.after(store_.pages(), resident), excess.droppable_only);
     } else {
       leaving = incoming[at++];
     }
@@ -285,8 +285,8 @@ bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroup
   };
   while (done < pages.size()) {
     const auto rest = pages.begin() + static_cast<std::ptrdiff_t>(done);
-    int32_t room = store_.room(level, group) -
-                   static_cast<int32_t>(std::count_if(rest, pages.end(), is_kept));
+    int32_t room =
+        store_.room(level, group) - static_cast<int32_t>(std::count_if(rest, pages.end(), is_kept));
     batch_.clear();
     int source = -1;
     for (; done < pages.size(); ++done) {

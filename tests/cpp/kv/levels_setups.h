@@ -90,7 +90,8 @@ inline std::vector<LevelsSetup> model_setups() {
   add("draft", 4, {{}, {.domain = kDraft}}, 0, {6, 4, 8}).draft_backoff = 2;
   add("draft_window", 4, {{}, {.window = 6, .domain = kDraft, .row_bytes = 32}}, 0, {6, 4, 8});
   add("policies", 4,
-      {{}, {.policy = ReusePolicy::kOptional, .row_bytes = 32},
+      {{},
+       {.policy = ReusePolicy::kOptional, .row_bytes = 32},
        {.window = 6, .policy = ReusePolicy::kPrivate, .row_bytes = 48}},
       0, {6, 4, 8});
   add("policies_one_group", 4,

@@ -90,7 +90,9 @@ class LevelsWorld {
         random_(seed),
         engine_(manager),
         block_(setup.tokens_per_block),
-        max_length_(block_ == 1 ? 14 : 12 * block_ > 60 ? 60 : 12 * block_) {
+        max_length_(block_ == 1        ? 14
+                    : 12 * block_ > 60 ? 60
+                                       : 12 * block_) {
     for (const LayerConfig& layer : setup.layers) {
       has_state_ |= std::holds_alternative<SsmLayerConfig>(layer);
     }
@@ -316,12 +318,9 @@ class LevelsWorld {
   }
 
   Before before(const Sequence& s) const {
-    Before out{s.cache->status(),
-               s.cache->capacity(),
-               s.cache->history_length(),
-               s.cache->num_committed_tokens(),
-               s.cache->num_blocks(),
-               {},
+    Before out{s.cache->status(),          s.cache->capacity(),
+               s.cache->history_length(),  s.cache->num_committed_tokens(),
+               s.cache->num_blocks(),      {},
                s.cache->committed_tokens()};
     for (size_t lc = 0; lc < manager_.num_layer_groups(); ++lc) {
       const auto table = s.cache->base_page_indices(LifeCycleId(static_cast<int32_t>(lc)));
@@ -539,9 +538,8 @@ class LevelsWorld {
     if (s.cache->capacity() == 0 && !setup_.roomy && chance(30)) {
       // Rows come from elsewhere: only what the windows keep.
       capacity = new_history = below(max_length_) + 1;
-      if (!attempt(s, "resize of a transfer", [&] {
-            return s.cache->resize(capacity, new_history);
-          })) {
+      if (!attempt(s, "resize of a transfer",
+                   [&] { return s.cache->resize(capacity, new_history); })) {
         return;
       }
       extend(s, capacity);

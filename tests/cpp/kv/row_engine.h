@@ -43,8 +43,7 @@ class Lineage {
 
 class RowEngine {
  public:
-  explicit RowEngine(const KVCacheManager& manager)
-      : block_(manager.tokens_per_block()) {
+  explicit RowEngine(const KVCacheManager& manager) : block_(manager.tokens_per_block()) {
     for (const LayerConfig& layer : manager.init_config().layers) {
       for (const BufferConfig& buffer : buffers_of(layer)) {
         const int32_t id = layer_id_of(layer);
@@ -126,9 +125,9 @@ class RowEngine {
     return cell.at + cell.num_bytes - sizeof(cell.value);
   }
   static std::byte* address(const Buffer& buffer, int32_t base) {
-    return reinterpret_cast<std::byte*>(buffer.base + static_cast<uint64_t>(base) *
-                                                          static_cast<uint64_t>(
-                                                              buffer.attr.slot_bytes()));
+    return reinterpret_cast<std::byte*>(buffer.base +
+                                        static_cast<uint64_t>(base) *
+                                            static_cast<uint64_t>(buffer.attr.slot_bytes()));
   }
 
   int32_t block_;
