@@ -66,7 +66,7 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
 void KVCache::start_retention(NodeId node, int32_t ordinal) {
   const Retention::Worth worth = retention_.of_block(ordinal * tokens_per_block_);
   if (worth.duration_ms == 0) return;
-  const int64_t at = state_->now_ns() + worth.duration_ms * 1'000'000;
+  const int64_t at = state_->read_clock() + worth.duration_ms * 1'000'000;
   for (PageId page : state_->tree.pages(node)) {
     if (page != kNoPage) {
       state_->timers.add(at, state_->store.pages().handle(page), retention_.base());
