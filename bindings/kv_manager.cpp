@@ -24,6 +24,7 @@ void nanobind::detail::wrap_destruct<helicore::kv::KVCacheManager>(void* value) 
 namespace helicore::bindings {
 
 void bind_recording_methods(nb::class_<kv::KVCacheManager>& cls);
+void bind_sizing_methods(nb::class_<kv::KVCacheManager>& cls);
 
 namespace {
 
@@ -263,6 +264,7 @@ void bind_manager(nb::module_& m) {
                    "Blocks that fit when nothing else is there.");
   bind_layout_queries(cls);
   bind_recording_methods(cls);
+  bind_sizing_methods(cls);
 }
 
 }  // namespace
