@@ -1,5 +1,5 @@
-// Several levels under threads: each drives caches of its own on one manager, real copies and a real
-// file below, while others ask. For TSan, and for what only real time shows.
+// Several levels under threads: each drives caches of its own on one manager, real copies and a
+// real file below, while others ask. For TSan, and for what only real time shows.
 #include <gtest/gtest.h>
 
 #include <atomic>
