@@ -54,6 +54,7 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
     if (is_live(ordinal, lc) || page(ordinal, lc).is_null() || !is_active()) continue;
     state.store.unhold(page(ordinal, lc));
     page(ordinal, lc) = PageHandle();
+    ++state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].released_pages;
   }
   if (retention_.expires()) start_retention(result.node, ordinal);
   ++state.stats.committed_blocks;
@@ -135,6 +136,7 @@ void KVCache::stop_committing_locked(bool may_move_state) {
       if (handle.is_null()) continue;
       state_->store.unhold(handle);
       handle = PageHandle();
+      ++state_->life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].released_pages;
     }
   }
 }
