@@ -27,6 +27,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
       needs_state_(state.ssm.has_value()),
       retention_(args.retention),
       tables_(state.num_life_cycles),
+      scratch_(*this, state.config.enable_swa_scratch_reuse()),
       id_(args.id.value_or(state.next_id)),
       serial_(state.next_id),
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
@@ -213,7 +214,9 @@ KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,
   const int32_t blocks = ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_);
   HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
                  " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
-  return {static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
+  const Cursors next{static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
+  scratch_.check_resize("kv.resize", next);
+  return next;
 }
 
 void KVCache::check_commit(size_t num_tokens) const {
@@ -224,6 +227,8 @@ void KVCache::check_commit(size_t num_tokens) const {
   HELICORE_CHECK(num_tokens <= static_cast<size_t>(capacity_ - num_committed_), "kv.commit",
                  "tokens must fit into the capacity: ", num_committed_, " committed + ", num_tokens,
                  " > capacity ", capacity_);
+  scratch_.check_history(
+      "kv.commit", std::max(history_length_, num_committed_ + static_cast<int32_t>(num_tokens)));
 }
 
 void KVCache::check_tokens(std::span<const TokenId> tokens) const {
@@ -234,7 +239,7 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
   if (may_share_ || is_lost_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_ ||
-      makes_stale(cursors.history)) {
+      makes_stale(cursors.history) || scratch_.concerns(cursors)) {
     return false;
   }
   capacity_ = cursors.capacity;
@@ -283,6 +288,24 @@ uint8_t KVCache::priority_of(int32_t ordinal) const noexcept {
 StreamHandle KVCache::device_stream() const noexcept {
   const StreamHandle stream = stream_.value_or(0);
   return stream > 0 && state_->device->type() == DeviceType::kCpu ? 0 : stream;
+}
+
+void KVCache::set_stream(int64_t stream) {
+  if (!is_active()) {
+    stream_ = stream;
+    return;
+  }
+  CacheDevice& device = *state_->device;
+  TimePoint before;
+  {
+    const std::unique_lock lock(state_->mutex);
+    const StreamHandle old = device_stream();
+    stream_ = stream;
+    if (device_stream() != old) before = device.record(old);
+  }
+  // Steps that only the caller can end are the caller's to order.
+  if (before.is_none() || !device.is_waitable(before)) return;
+  device.wait(device_stream(), std::span<const TimePoint>(&before, 1));
 }
 
 TimePoint KVCache::fence() const {

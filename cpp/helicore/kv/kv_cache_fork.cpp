@@ -28,6 +28,7 @@ int32_t KVCache::check_truncate(const char* where, int64_t num_tokens) const {
   HELICORE_CHECK(!state_->ssm || num_tokens >= history_length_, where,
                  "num_tokens must be >= history_length ", history_length_,
                  ": a recurrent state can't be rewound, got ", num_tokens);
+  scratch_.check_truncate(where, static_cast<int32_t>(num_tokens));
   return static_cast<int32_t>(num_tokens);
 }
 
@@ -93,6 +94,7 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
       needs_state_(parent.needs_state_),
       retention_(parent.retention_),
       tables_(parent.tables_.size()),
+      scratch_(*this, parent.scratch_.is_enabled()),
       stream_(parent.stream_),
       id_(id.value_or(parent.state_->next_id)),
       serial_(parent.state_->next_id),

@@ -48,6 +48,10 @@ void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
   };
   for (const PageHandle& handle : Introspection::pages(cache)) add(handle);
   add(Introspection::state_page(cache));
+  mixer.add(cache.scratch().is_enabled());
+  for (size_t lc = 0; lc < state.num_life_cycles; ++lc) {
+    for (const PageHandle& handle : Introspection::scratch_pages(cache, lc)) add(handle);
+  }
 }
 
 // Nodes are summed up: their numbers and the order of siblings do not count, the slots of a node
