@@ -68,6 +68,7 @@ struct Int32Row {
       nanobind::ndarray<int32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
   Int32Arg tensor;
   Array array;
+  nanobind::object owner;  // the argument itself: who keeps the row keeps this
 
   [[nodiscard]] std::span<int32_t> get() const noexcept {
     if (!tensor.is_borrowed) return {array.data(), array.size()};
@@ -114,6 +115,7 @@ struct type_caster<helicore::bindings::Int32Row> {
                  const_name("numpy.typing.NDArray[numpy.int32] | torch.Tensor"))
 
   bool from_python(handle src, uint32_t, cleanup_list* cleanup) noexcept {
+    value.owner = borrow(src);
     if (value.tensor.load_tensor(src.ptr())) return true;
     make_caster<helicore::bindings::Int32Row::Array> caster;
     if (!caster.from_python(src, 0, cleanup)) return false;

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "helicore/kv/config.h"
+#include "helicore/kv/retention.h"
 #include "helicore/kv/types.h"
 #include "kv_values.h"
 
@@ -195,6 +196,26 @@ void bind_hints(nb::module_& m) {
   add_value_semantics(scope, "ReuseScope", {"lora_id", "salt", "lora_generation"});
 }
 
+void bind_retention(nb::module_& m) {
+  nb::class_<RetentionRange> range(
+      m, "RetentionRange",
+      "Tokens [begin, end) have `priority` from their commit on, for duration_ms or for ever; what "
+      "comes before them gets at least that.");
+  range
+      .def(
+          "__init__",
+          [](RetentionRange* self, int32_t begin, std::optional<int32_t> end, int priority,
+             std::optional<int64_t> duration_ms) {
+            construct_checked(self, RetentionRange{begin, end, priority, duration_ms});
+          },
+          "begin"_a, "end"_a.none(), "priority"_a, "duration_ms"_a = nb::none())
+      .def_ro("begin", &RetentionRange::begin)
+      .def_ro("end", &RetentionRange::end)
+      .def_ro("priority", &RetentionRange::priority)
+      .def_ro("duration_ms", &RetentionRange::duration_ms);
+  add_value_semantics(range, "RetentionRange", {"begin", "end", "priority", "duration_ms"});
+}
+
 void bind_manager_config(nb::module_& m) {
   using Config = KVCacheManagerConfig;
   nb::class_<Config> cls(m, "KVCacheManagerConfig",
@@ -284,6 +305,7 @@ void bind_kv_config(nb::module_& m) {
   bind_tiers(m);
   bind_layers(m);
   bind_hints(m);
+  bind_retention(m);
   bind_manager_config(m);
 }
 

@@ -44,10 +44,21 @@ void bind_kv_events(nb::module_& m) {
       .def_ro("ordinal", &KVEvent::ordinal)
       .def_ro("priority", &KVEvent::priority)
       .def_ro("tokens", &KVEvent::tokens)
-      .def_ro("reuse_scope", &KVEvent::scope);
-  add_value_semantics(
-      event, "KVEvent",
-      {"id", "kind", "key", "parent_key", "ordinal", "priority", "tokens", "reuse_scope"});
+      .def_ro("reuse_scope", &KVEvent::scope)
+      .def_prop_ro(
+          "layer_group",
+          [](const KVEvent& self) -> std::optional<int32_t> {
+            if (self.life_cycle == KVEvent::kWholeBlock) return std::nullopt;
+            return self.life_cycle;
+          },
+          "The one layer group whose page came or went; None: the whole block.")
+      .def_ro("num_tokens", &KVEvent::num_tokens,
+              "Tokens of the block that the page of layer_group covers.")
+      .def_ro("layer_groups", &KVEvent::life_cycles,
+              "Groups whose pages cover every token of a stored block, ascending.");
+  add_value_semantics(event, "KVEvent",
+                      {"id", "kind", "key", "parent_key", "ordinal", "priority", "tokens",
+                       "reuse_scope", "layer_group", "num_tokens", "layer_groups"});
 }
 
 }  // namespace helicore::bindings

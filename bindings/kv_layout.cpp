@@ -133,6 +133,19 @@ void bind_statistics(nb::module_& m) {
 }
 
 void bind_migration(nb::module_& m) {
+  nb::class_<LifeCycleStats> pages(m, "LayerGroupStats",
+                                   "Pages of one layer group since the manager was made.");
+  pages.def_ro("domain", &LifeCycleStats::domain)
+      .def_prop_ro("pool_group", [](const LifeCycleStats& s) { return s.pool_group.value(); })
+      .def_ro("allocated_pages", &LifeCycleStats::allocated_pages, "New ones, copies included.")
+      .def_ro("copied_pages", &LifeCycleStats::copied_pages, "Private copies of shared pages.")
+      .def_ro("reused_pages", &LifeCycleStats::reused_pages, "Found at creation and held.")
+      .def_ro("reused_tokens", &LifeCycleStats::reused_tokens, "In them.")
+      .def_ro("committed_pages", &LifeCycleStats::committed_pages, "Became reusable.")
+      .def_ro("released_pages", &LifeCycleStats::released_pages, "Went out of the window.");
+  add_value_semantics(pages, "LayerGroupStats",
+                      {"domain", "pool_group", "allocated_pages", "copied_pages", "reused_pages",
+                       "reused_tokens", "committed_pages", "released_pages"});
   nb::class_<MigrationCounters> counters(m, "MigrationCounters",
                                          "Pages of one layer group that passed through one level.");
   counters.def_ro("offloaded_pages", &MigrationCounters::offloaded_pages, "Came from above.")

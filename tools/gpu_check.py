@@ -247,7 +247,10 @@ def main(argv: list[str]) -> int:
             "-rs",
             "-p",
             "no:cacheprovider",
+            "-m",
+            "cuda",
             "tests/python/cuda",
+            "tests/python/kv",
         ]
         check.step("GPU tests", pytest, PYTHONPATH=str(SITE))
     if "bench" not in args.without and ready:

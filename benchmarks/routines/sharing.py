@@ -3,10 +3,10 @@
     python benchmarks/routines/sharing.py [--json] [--rounds N] [--folder DIR]
 
 `siblings_n<n>`: milliseconds between the first tokens of the first and the last of n sequences of a
-prompt of 2047 tokens, with the bundled model. `overload_<level>`: seconds for 12 requests of 900
-prompt tokens and 400 generated ones in a hot level for three of them, without a lower level, with
-one in memory and with one in files; the tokens that were computed in prompts; preemptions. Medians
-over rounds; the cases of a round follow each other.
+prompt of 2047 tokens, with the bundled model. `overload_<level>`: seconds for three long answers
+that twelve more important requests interrupt, one every 20 steps, in a hot level for three of such
+length: without a lower level, with one in memory and with one in files; beside it the tokens that
+ran in prompts. Medians over rounds; the cases of a round follow each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from helicore import LLM, KVCacheConfig, SamplingParams, SchedulerConfig
+from helicore import LLM, KVCacheConfig, SamplingParams
 from helicore.bench import environment
 from helicore.bench.report import Report, Result
 
@@ -49,15 +49,23 @@ def siblings(llm: LLM, n: int, seed: int) -> float:
 
 
 def overload(cache: KVCacheConfig, seed: int) -> tuple[float, int, int]:
-    """Seconds, computed prompt tokens and preemptions of twelve requests in too little memory."""
-    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
-    scheduler = SchedulerConfig(max_num_seqs=12)
-    with LLM("tiny", max_model_len=2000, kv_cache=cache, scheduler=scheduler) as llm:
-        prompts = [{"prompt_token_ids": prompt(900, seed + i)} for i in range(12)]
+    """Seconds, tokens computed in prompts and preemptions."""
+    with LLM("tiny", max_model_len=1500, kv_cache=cache) as llm:
+        engine = llm.engine
         start = time.perf_counter()
-        llm.generate(prompts, params, priority=[-i for i in range(12)], use_tqdm=False)
+        for i in range(3):
+            params = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+            engine.add_request(f"long {i}", prompt(1200, seed + i), params, priority=1)
+        num_sent = num_steps = 0
+        while engine.has_unfinished() or num_sent < 12:
+            if num_steps >= 20 * (num_sent + 1) and num_sent < 12:
+                params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+                engine.add_request(f"high {num_sent}", prompt(1200, seed + 100 + num_sent), params)
+                num_sent += 1
+            engine.step()
+            num_steps += 1
         seconds = time.perf_counter() - start
-        return seconds, llm.counters.computed_prompt_tokens, llm.counters.preemptions
+        return seconds, engine.counters.computed_prompt_tokens, engine.counters.preemptions
 
 
 def page_bytes() -> int:
@@ -77,7 +85,7 @@ def run(num_rounds: int, folder: Path) -> Report:
         for n, values in delays.items()
     ]
     page = page_bytes()
-    hot, below = 64 * page / GIB, 400 * page / GIB
+    hot, below = 72 * page / GIB, 400 * page / GIB
     caches = {
         "none": KVCacheConfig(host_gb=hot),
         "host": KVCacheConfig(host_gb=hot, swap_host_gb=below),

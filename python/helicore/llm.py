@@ -38,6 +38,7 @@ LEVEL_METRICS = (
     "hit_tokens",
     "offloaded_pages",
     "offloaded_bytes",
+    "unwritten_pages",
     "onboarded_pages",
     "onboarded_bytes",
     "dropped_pages",

@@ -36,6 +36,9 @@ def manage(manager: kv.KVCacheManager, cache: kv.KVCache) -> None:
     cache.resize(32, history="0")  # error
     cache.commit(5)  # error
     cache.num_blocks = 3  # error
+    cache.manager = manager  # error
+    kv.RetentionRange(0, 4, "high")  # error
+    kv.OutOfPagesError("full").reason = None  # error
     manager.resize_many(cache, [1])  # error
     manager.create_kv_cache(None, [1], None, 5)  # error
     number: str = manager.probe_reuse([1])  # error

@@ -66,6 +66,17 @@ def manage() -> None:
     assert_type(scope.lora_id, int | None)
     assert_type(scope.salt, int | str | None)
     assert_type(kv.BAD_PAGE_INDEX, int)
+    kept = manager.create_kv_cache(retention=[kv.RetentionRange(0, None, 90, duration_ms=1000)])
+    assert_type(kept.manager, KVCacheManager)
+    assert_type(kept.plan_committed_block_drop(), kv.PlannedDrop | None)
+    assert_type(manager.pin([1, 2]), KVCache)
+    assert_type(manager.submit_step(manager.make_step_stream()), int)
+    assert_type(manager.get_layer_group_stats(), list[kv.LayerGroupStats])
+    assert_type([event.layer_group for event in manager.drain_events()], list[int | None])
+    try:
+        kept.capacity = 1 << 20
+    except kv.OutOfPagesError as error:
+        assert_type(error.reason, kv.NoRoom)
     assert_type(config.layers, list[kv.AttentionLayerConfig | kv.SsmLayerConfig])
 
 

@@ -39,6 +39,8 @@ class MemoryPool {
   virtual void resize(int64_t num_bytes) = 0;
   // Start of the memory; null for a file.
   [[nodiscard]] virtual std::byte* data() const noexcept = 0;
+  // The memory is a GPU's.
+  [[nodiscard]] virtual bool on_gpu() const noexcept { return false; }
   // Descriptor of the file; -1 for memory.
   [[nodiscard]] virtual int fd() const noexcept { return -1; }
 

@@ -19,6 +19,7 @@ void check_quota(const char* type, int64_t quota) {
 }
 
 void check_buffers(int32_t layer_id, const std::vector<BufferConfig>& buffers) {
+  HELICORE_CHECK(layer_id >= 0, kWhere, "layer_id must be >= 0, got ", layer_id);
   HELICORE_CHECK(!buffers.empty(), kWhere, "layer ", layer_id, ": buffers must not be empty");
   std::set<std::string> roles;
   for (const BufferConfig& buffer : buffers) {

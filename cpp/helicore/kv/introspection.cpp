@@ -198,10 +198,8 @@ std::vector<int64_t> eviction_ranks(const ManagerState& state) {
   for (size_t g = 0; g < state.store.num_groups(); ++g) {
     const EvictionQueue& queue = state.store.queue(PoolGroupId(static_cast<int32_t>(g)));
     int64_t next = 0;
-    for (int priority = 0; priority <= kPriorityMax; ++priority) {
-      for (PageId id = queue.front_of(priority); id != kNoPage; id = state.store.page(id).next) {
-        rank[id.value()] = next++;
-      }
+    for (PageId id = queue.front(); id != kNoPage; id = queue.after(state.store.pages(), id)) {
+      rank[id.value()] = next++;
     }
     HELICORE_ASSERT(next == queue.count(), kWhere, "chains of queue ", g);
   }

@@ -21,17 +21,20 @@ void reserve_amortised(std::vector<T>& values, size_t count) {
 
 }  // namespace
 
-KVCache::KVCache(ManagerState& state, const CreateArgs& args)
+KVCacheFields::KVCacheFields(ManagerState& state, const CreateArgs& args)
     : state_(&state),
       tokens_per_block_(state.config.tokens_per_block),
+      is_plain_(!state.ssm && !state.has_windows),
       needs_state_(state.ssm.has_value()),
       retention_(args.retention),
       tables_(state.num_life_cycles),
-      scratch_(*this, state.config.enable_swa_scratch_reuse()),
       id_(args.id.value_or(state.next_id)),
       serial_(state.next_id),
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
-      scope_(args.scope) {
+      scope_(args.scope) {}
+
+KVCache::KVCache(ManagerState& state, const CreateArgs& args)
+    : KVCacheFields(state, args), scratch_(*this, state.config.enable_swa_scratch_reuse()) {
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
   const NodeId root = state.tree.find_or_create_root(scope_);
   std::vector<NodeId>& path = state.path_scratch;
@@ -145,12 +148,15 @@ void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
     commit_into_tail(tokens);
     return;
   }
-  const std::unique_lock lock(state_->mutex);
-  state_->begin_operation();
-  check_intact("kv.commit");
-  state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
-  commit_locked(tokens, is_end);
-  state_->verify();
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    check_intact("kv.commit");
+    state_->tree.reserve_nodes(tokens.size() / static_cast<size_t>(tokens_per_block_) + 2);
+    commit_locked(tokens, is_end);
+    state_->verify();
+  }
+  flush_waits();
 }
 
 void KVCache::stop_committing() {
@@ -180,17 +186,23 @@ void KVCache::check_intact(const char* where) const {
   }
 }
 
-bool KVCache::finish_waits(uint64_t& failure_counter) {
-  if (!waits_.empty()) {
-    CacheDevice& device = *state_->device;
-    const StreamHandle stream = device_stream();
+void KVCache::flush_waits() {
+  if (waits_.empty()) return;
+  CacheDevice& device = *state_->device;
+  const StreamHandle stream = device_stream();
+  {
+    const std::unique_lock lock(state_->mutex);
     const TimePoint own = device.record(stream);
     if (!own.is_none()) {
       std::erase_if(waits_, [&](TimePoint p) { return p.timeline() == own.timeline(); });
     }
-    if (!waits_.empty()) device.wait(stream, waits_);
-    waits_.clear();
   }
+  if (!waits_.empty()) device.wait(stream, waits_);
+  waits_.clear();
+}
+
+bool KVCache::finish_waits(uint64_t& failure_counter) {
+  flush_waits();
   if (!state_->has_new_failures()) return true;
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -211,11 +223,13 @@ KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,
                  "capacity must be >= history_length, got ", new_capacity, " < ", new_history);
   HELICORE_CHECK(new_capacity <= INT32_MAX - tokens_per_block_, "kv.resize",
                  "capacity must be < 2^31 - tokens_per_block, got ", new_capacity);
-  const int32_t blocks = ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_);
-  HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
-                 " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
+  if (!has_blocks_for(new_capacity)) {
+    const int32_t blocks = ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_);
+    HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
+                   " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
+  }
   const Cursors next{static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
-  scratch_.check_resize("kv.resize", next);
+  if (!is_plain_) scratch_.check_resize("kv.resize", next);
   return next;
 }
 
@@ -227,6 +241,7 @@ void KVCache::check_commit(size_t num_tokens) const {
   HELICORE_CHECK(num_tokens <= static_cast<size_t>(capacity_ - num_committed_), "kv.commit",
                  "tokens must fit into the capacity: ", num_committed_, " committed + ", num_tokens,
                  " > capacity ", capacity_);
+  if (is_plain_) return;
   scratch_.check_history(
       "kv.commit", std::max(history_length_, num_committed_ + static_cast<int32_t>(num_tokens)));
 }
@@ -238,20 +253,23 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (may_share_ || is_lost_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_ ||
-      makes_stale(cursors.history) || scratch_.concerns(cursors)) {
+  if (may_share_ || is_lost_ || !has_blocks_for(cursors.capacity) ||
+      cursors.capacity <= int64_t{num_blocks_ - 1} * tokens_per_block_ ||
+      (!is_plain_ && (makes_stale(cursors.history) || scratch_.concerns(cursors)))) {
     return false;
   }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
-  last_failure_.reset();
+  if (has_failed_) forget_failure();
   return true;
 }
 
 bool KVCache::fills_no_block(size_t num_tokens) const noexcept {
-  return !may_share_ && !is_lost_ && !state_->ssm &&
+  return !may_share_ && !is_lost_ &&
          tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_) &&
-         !makes_stale(std::max(history_length_, num_committed_ + static_cast<int32_t>(num_tokens)));
+         (is_plain_ || (!state_->ssm &&
+                        !makes_stale(std::max(history_length_,
+                                              num_committed_ + static_cast<int32_t>(num_tokens)))));
 }
 
 bool KVCache::makes_stale(int32_t history) const noexcept {
@@ -291,25 +309,25 @@ StreamHandle KVCache::device_stream() const noexcept {
 }
 
 void KVCache::set_stream(int64_t stream) {
-  if (!is_active()) {
+  if (!is_active() || stream_.value_or(stream) == stream) {
     stream_ = stream;
     return;
   }
   CacheDevice& device = *state_->device;
-  TimePoint before;
-  {
-    const std::unique_lock lock(state_->mutex);
-    const StreamHandle old = device_stream();
-    stream_ = stream;
-    if (device_stream() != old) before = device.record(old);
-  }
-  // Steps that only the caller can end are the caller's to order.
-  if (before.is_none() || !device.is_waitable(before)) return;
-  device.wait(device_stream(), std::span<const TimePoint>(&before, 1));
+  const TimePoint before = device.record(device_stream());
+  const bool is_done = before.is_none() || device.reached(before);
+  HELICORE_KV_STATE(is_done || device.is_waitable(before), "kv.cuda_stream", "cache ", id_,
+                    " has a step that is not complete; complete it or suspend first");
+  stream_ = stream;
+  if (!is_done) device.wait(device_stream(), {&before, 1});
 }
 
 TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
+}
+
+bool KVCache::can_wait_for(TimePoint point) const {
+  return state_->device->is_waitable(point) || fence().timeline() == point.timeline();
 }
 
 void KVCache::wait_for(TimePoint point) {
@@ -352,8 +370,14 @@ void IndexTable::move_to_own(size_t size, size_t count) {
   is_external = false;
 }
 
+void KVCache::forget_failure() noexcept {
+  last_failure_.reset();
+  has_failed_ = false;
+}
+
 bool KVCache::fail(const NoRoom& reason, uint64_t& counter) noexcept {
   last_failure_ = reason;
+  has_failed_ = true;
   ++counter;
   return false;
 }

@@ -12,6 +12,7 @@
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
 #include "helicore/kv/index_table.h"
+#include "helicore/kv/kv_cache_fields.h"
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/planned_drop.h"
 #include "helicore/kv/prefetch.h"
@@ -47,7 +48,7 @@ class KVCacheManager;
 // Owner: the caller. The manager knows its open caches and must outlive them; destroying one closes
 // it. Threads: one thread drives a cache at a time; different caches of a manager may be driven by
 // different threads. A call that throws or returns false leaves the cache as it was.
-class KVCache {
+class KVCache : private KVCacheFields {
  public:
   ~KVCache();
   KVCache(const KVCache&) = delete;
@@ -134,8 +135,7 @@ class KVCache {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  // While ACTIVE, work on the new stream comes after what the old one has by now.
-  void set_stream(int64_t stream);
+  void set_stream(int64_t stream);  // goes on after the old one; throws while a step of it runs
   // Of prefill steps with swa_scratch_reuse.
   [[nodiscard]] const ScratchSlots& scratch() const noexcept { return scratch_; }
   [[nodiscard]] ScratchSlots& scratch() noexcept { return scratch_; }
@@ -148,13 +148,6 @@ class KVCache {
   friend struct ManagerState;
   friend class ScratchSlots;
   friend struct Introspection;
-
-  struct CreateArgs {
-    ReuseScope scope;
-    std::span<const TokenId> tokens;
-    std::optional<int64_t> id;
-    Retention retention;
-  };
 
   // Matches and holds; call with the lock.
   KVCache(ManagerState& state, const CreateArgs& args);
@@ -170,6 +163,9 @@ class KVCache {
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
+  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
+  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
+                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -190,8 +186,13 @@ class KVCache {
   // Throws when a window has let go of blocks that the shorter history needs.
   void check_rewind(const char* where, int32_t num_tokens) const;
   void truncate_locked(int32_t num_tokens);
+  // `keep_sources`: hot pages that are to be copied stay where they are.
+  [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
+  void wait_for_state();
+  // What others read of our pages comes after what our stream has by now.
+  void set_written_locked();
   void suspend_locked();
   void commit_locked(std::span<const TokenId> tokens, bool is_end);
   void commit_full_block(std::span<const TokenId> tokens);
@@ -229,6 +230,7 @@ class KVCache {
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
   // device throws, nothing changed.
   void copy_blocks_locked(int32_t end);
+  void copy_page(PageHandle from, PageHandle to);
   [[nodiscard]] PageHandle fresh_page(int32_t ordinal, size_t life_cycle);
   [[nodiscard]] uint8_t priority_of(int32_t ordinal) const noexcept;
   // The block's pages have been committed: their retention begins.
@@ -241,14 +243,21 @@ class KVCache {
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
+  void forget_failure() noexcept;
+  [[nodiscard]] bool has_blocks_for(int64_t capacity) const noexcept {
+    return capacity <= int64_t{num_blocks_} * tokens_per_block_;
+  }
 
   // Order against the work of the cache's stream.
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
+  // False for a step of another stream that is not done: only the caller can end it.
+  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
+  void flush_waits();
 
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.
@@ -266,39 +275,7 @@ class KVCache {
   }
   [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
 
-  ManagerState* state_;  // null once the manager is gone
-  int32_t tokens_per_block_;
-  int32_t capacity_ = 0;
-  int32_t history_length_ = 0;
-  int32_t num_committed_ = 0;
-  int32_t num_blocks_ = 0;
-  int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
-  CacheStatus status_ = CacheStatus::kSuspended;
-  CommitState commit_state_ = CommitState::kAllowed;
-  bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
-  bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
-  bool may_share_ = false;    // forks may hold blocks that are not yet committed here
-  bool in_batch_ = false;     // seen by the batch call that is checking its arguments
-  bool is_lost_ = false;
-  Retention retention_;
-  NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
-  std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
-  std::vector<PageHandle> pages_;     // [num_blocks][life cycle]; null: stale, or none
-  PageHandle state_page_;             // the recurrent state
-  std::vector<IndexTable> tables_;    // [life cycle]
-  std::vector<TimePoint> waits_;      // what the stream waits for before it goes on
-  std::vector<PageHandle> stale_released_;
-  std::vector<Replacement> replacements_;
-  PrefetchState prefetch_;
   ScratchSlots scratch_;
-  std::optional<NoRoom> last_failure_;
-  std::optional<int64_t> stream_;
-  int64_t id_;
-  int64_t serial_;
-  int32_t num_reused_ = 0;
-  std::vector<int32_t> reused_by_level_;
-  size_t registry_index_ = 0;  // in the manager's list of open caches
-  ReuseScope scope_;
 };
 
 }  // namespace helicore::kv

@@ -55,6 +55,7 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
     if (is_live(ordinal, lc) || page(ordinal, lc).is_null() || !is_active()) continue;
     state.store.unhold(page(ordinal, lc));
     page(ordinal, lc) = PageHandle();
+    ++state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].released_pages;
   }
   if (retention_.expires()) start_retention(result.node, ordinal);
   ++state.stats.committed_blocks;
@@ -100,6 +101,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (!is_live(ordinal, life_cycle)) return true;  // the tree has it: ours goes
   if (store.page(theirs).level == kHotLevel) {
+    if (!can_wait_for(store.filled(theirs))) return false;
     const PageHandle adopted = store.pages().handle(theirs);
     store.hold(theirs, priority_of(ordinal));
     store.lock(adopted);
@@ -112,6 +114,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (mine.hold_count > 1 || mine.node != kNoNode) return false;  // stays a private duplicate
   // Theirs is on a colder level: it moves into our slot without a copy.
+  state_->note_copy(own, store.pages().handle(theirs));
   store.promote(theirs, own, priority_of(ordinal));
   own = store.pages().handle(theirs);
   return true;
@@ -130,6 +133,7 @@ void KVCache::stop_committing_locked(bool may_move_state) {
       if (handle.is_null()) continue;
       state_->store.unhold(handle);
       handle = PageHandle();
+      ++state_->life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].released_pages;
     }
   }
 }
@@ -175,7 +179,7 @@ NodeId KVCache::insert_tail_copies() {
       if (!is_tail_copied(ordinal, lc)) continue;
       copies[lc] =
           state.store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
-      state.store.copy_page(page(ordinal, lc), copies[lc], device_stream());
+      copy_page(page(ordinal, lc), copies[lc]);
     }
   } catch (...) {
     give_up();
@@ -216,7 +220,7 @@ bool KVCache::snapshot_state(bool may_move) {
     }
     if (!moves) {
       snapshot = state.store.allocate(*state.ssm, priority_of(ordinal));
-      state.store.copy_page(state_page_, snapshot, device_stream());
+      copy_page(state_page_, snapshot);
     }
     if (!is_aligned) node = moves ? tail_node_with_own_pages() : insert_tail_copies();
   } catch (const std::exception&) {  // the device refused: reuse is lost, nothing else
@@ -243,6 +247,23 @@ NodeId KVCache::tail_node_with_own_pages() {
   return state_->tree.find_cover(tail_node_, tail_tokens_);
 }
 
+bool KVCache::agrees_with_forks(int32_t ordinal, NodeId parent,
+                                std::span<const TokenId> tokens) const noexcept {
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    const PageHandle handle = page(ordinal, lc);
+    if (handle.is_null()) continue;
+    const PageRecord& record = state_->store.page(handle.id);
+    if (record.node == kNoNode) continue;
+    const auto theirs =
+        state_->tree.tokens(record.node).first(static_cast<size_t>(record.num_tokens));
+    if (parent == kNoNode || state_->tree.node(record.node).parent != parent ||
+        !std::equal(theirs.begin(), theirs.end(), tokens.begin())) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
   const RadixTree& tree = state_->tree;
   const auto end = num_committed_ + static_cast<int32_t>(tokens.size());
@@ -260,14 +281,8 @@ void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
     const size_t taken = block - next.size();
     next.insert(next.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
     tokens = tokens.subspan(taken);
-    const NodeId shown = shown_node(b);
-    if (shown != kNoNode) {
-      const auto theirs = tree.tokens(shown);
-      HELICORE_CHECK(parent != kNoNode && tree.node(shown).parent == parent &&
-                         std::equal(theirs.begin(), theirs.end(), next.begin()),
-                     "kv.commit", "tokens of block ", b,
-                     " must be those that a fork committed for the same rows");
-    }
+    HELICORE_CHECK(agrees_with_forks(b, parent, next), "kv.commit", "tokens of block ", b,
+                   " must be those that a fork committed for the same rows");
     if (parent != kNoNode) parent = tree.find_child(parent, next);
     next.clear();
   }

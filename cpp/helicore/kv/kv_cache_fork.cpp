@@ -13,11 +13,14 @@ void KVCache::truncate(int64_t num_tokens) {
   if (auto* sink = recording(state_)) return recorded::truncate(*sink, *this, num_tokens);
   const int32_t end = check_truncate("kv.truncate", num_tokens);
   if (!kDebugChecks && truncate_within_blocks(end)) return;
-  const std::unique_lock lock(state_->mutex);
-  state_->begin_operation();
-  check_rewind("kv.truncate", end);
-  truncate_locked(end);
-  state_->verify();
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    check_rewind("kv.truncate", end);
+    truncate_locked(end);
+    state_->verify();
+  }
+  flush_waits();
 }
 
 int32_t KVCache::check_truncate(const char* where, int64_t num_tokens) const {
@@ -52,12 +55,14 @@ bool KVCache::truncate_within_blocks(int32_t num_tokens) noexcept {
   if (ceil_div(num_tokens, tokens_per_block_) != num_blocks_) return false;
   const int32_t history = std::min(history_length_, num_tokens);
   if (makes_stale(history)) return false;
+  owns_rows_ = owns_rows_ && history == history_length_;
   capacity_ = num_tokens;
   history_length_ = history;
   return true;
 }
 
 void KVCache::truncate_locked(int32_t num_tokens) {
+  owns_rows_ = owns_rows_ && num_tokens >= history_length_;
   shrink_locked(ceil_div(num_tokens, tokens_per_block_));
   const int32_t history = std::min(history_length_, num_tokens);
   for (size_t lc = 0; lc < tables_.size() && makes_stale(history); ++lc) {
@@ -66,6 +71,7 @@ void KVCache::truncate_locked(int32_t num_tokens) {
     for (int32_t b = std::max(stale(lc, history).end, now.begin); b < end; ++b) {
       if (!is_active()) continue;
       state_->store.lock(page(b, lc));
+      wait_for(state_->store.filled(page(b, lc).id));
       tables_[lc].data[b] = state_->store.page(page(b, lc).id).slot.value();
     }
   }
@@ -79,28 +85,33 @@ std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_intact("kv.fork");
+  set_written_locked();
   std::unique_ptr<KVCache> child(new KVCache(*this, id));
   may_share_ = may_share_ || child->may_share_;
+  owns_rows_ = false;
   ++state_->stats.num_forks;
   state_->verify();
   return child;
 }
 
-KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
+KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t> id)
     : state_(parent.state_),
       tokens_per_block_(parent.tokens_per_block_),
       commit_state_(parent.commit_state_),
+      is_plain_(parent.is_plain_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
       retention_(parent.retention_),
       tables_(parent.tables_.size()),
-      scratch_(*this, parent.scratch_.is_enabled()),
       stream_(parent.stream_),
-      id_(id.value_or(parent.state_->next_id)),
-      serial_(parent.state_->next_id),
+      id_(id.value_or(state_->next_id)),
+      serial_(state_->next_id),
       num_reused_(parent.num_reused_),
       reused_by_level_(parent.reused_by_level_),
-      scope_(parent.scope_) {
+      scope_(parent.scope_) {}
+
+KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
+    : KVCacheFields(parent, id), scratch_(*this, parent.scratch_.is_enabled()) {
   ManagerState& state = *state_;
   const int32_t num_blocks = ceil_div(parent.history_length_, tokens_per_block_);
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
@@ -158,7 +169,7 @@ bool KVCache::must_copy(int32_t ordinal, size_t life_cycle) const noexcept {
   if (!needs_copy_ && !may_share_) return false;
   if (page(ordinal, life_cycle).is_null()) return false;
   if (needs_copy_) return ordinal == num_blocks_ - 1;
-  if (ordinal < history_length_ / tokens_per_block_) return false;
+  if (owns_rows_ || ordinal < history_length_ / tokens_per_block_) return false;
   const PageRecord& record = state_->store.page(page(ordinal, life_cycle).id);
   if (record.hold_count > 1) return true;
   // Alone: rows behind those that the tree shows may be written in place.
@@ -193,14 +204,13 @@ bool KVCache::add_copies(int32_t end, std::span<int32_t> need) const {
 
 void KVCache::copy_blocks_locked(int32_t end) {
   PageStore& store = state_->store;
-  const StreamHandle stream = device_stream();
   replacements_.clear();
   const auto copy = [&](int32_t ordinal, size_t lc, PageHandle from) {
     replacements_.push_back({ordinal, lc, PageHandle()});
     const PageHandle fresh =
         store.allocate(LifeCycleId(static_cast<int32_t>(lc)), priority_of(ordinal));
     replacements_.back().fresh = fresh;
-    if (!from.is_null()) store.copy_page(from, fresh, stream);
+    if (!from.is_null()) copy_page(from, fresh);
   };
   try {
     // Last block first: a block is queued for eviction before the one in front of it.
@@ -233,6 +243,11 @@ void KVCache::copy_blocks_locked(int32_t end) {
   needs_copy_ = false;
   needs_state_ = false;
   may_share_ = may_share_ && (any_shared(num_full_blocks(), end) || must_copy_state());
+}
+
+void KVCache::copy_page(PageHandle from, PageHandle to) {
+  state_->note_copy(from, to);
+  state_->store.copy_page(from, to, device_stream());
 }
 
 void KVCache::install_page(const Replacement& replacement) {

@@ -1,6 +1,7 @@
 #include "helicore/kv/kv_cache_manager.h"
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <numeric>
 
@@ -28,6 +29,9 @@ class BatchMarks {
   std::span<KVCache* const> caches_;
   Mark mark_;
 };
+
+// A resize that took pages, whose stream may have to wait for them.
+constexpr uint8_t kMayWait = 2;
 
 uint64_t address_of(const std::byte* p) { return reinterpret_cast<uint64_t>(p); }
 
@@ -194,7 +198,9 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
   for (size_t i = 0; i < caches.size(); ++i) {
     (void)caches[i]->check_resize(capacities[i], history(i));
   }
-  {
+  std::fill(results.begin(), results.end(), uint8_t{0});
+  std::exception_ptr error;
+  try {
     std::unique_lock lock(state_->mutex, std::defer_lock);
     const auto take_lock = [&] {
       lock.lock();
@@ -209,15 +215,18 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
         continue;
       }
       if (!lock.owns_lock()) take_lock();
-      results[i] = caches[i]->resize_locked(cursors) ? 1 : 0;
+      results[i] = caches[i]->resize_locked(cursors) ? kMayWait : 0;
     }
     if (!lock.owns_lock()) return;
     state_->verify();
+  } catch (...) {  // those that were served still have to wait for their pages
+    error = std::current_exception();
   }
   for (size_t i = 0; i < caches.size(); ++i) {
-    if (results[i] == 0) continue;
+    if (results[i] != kMayWait) continue;
     results[i] = caches[i]->finish_waits(state_->stats.failed_resizes) ? 1 : 0;
   }
+  if (error) std::rethrow_exception(error);
 }
 
 void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<const TokenId> tokens,
@@ -263,7 +272,10 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
       caches[i]->commit_locked(own, false);
     }
   }
-  if (lock.owns_lock()) state_->verify();
+  if (!lock.owns_lock()) return;
+  state_->verify();
+  lock.unlock();
+  for (KVCache* cache : caches) cache->flush_waits();
 }
 
 void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
@@ -291,7 +303,10 @@ void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
     }
     caches[i]->truncate_locked(num_tokens[i]);
   }
-  if (lock.owns_lock()) state_->verify();
+  if (!lock.owns_lock()) return;
+  state_->verify();
+  lock.unlock();
+  for (KVCache* cache : caches) cache->flush_waits();
 }
 
 void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
@@ -306,18 +321,23 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
     HELICORE_KV_STATE(cache->status() == CacheStatus::kSuspended, kWhere, "cache ", cache->id(),
                       " is ", name_of(cache->status()), ", must be SUSPENDED");
   }
-  {
+  std::fill(results.begin(), results.end(), uint8_t{0});
+  std::exception_ptr error;
+  try {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
     for (size_t i = 0; i < caches.size(); ++i) {
       results[i] = caches[i]->resume_locked(stream) ? 1 : 0;
     }
     state_->verify();
+  } catch (...) {  // those that were served still have to wait for their pages
+    error = std::current_exception();
   }
   for (size_t i = 0; i < caches.size(); ++i) {
     if (results[i] == 0) continue;
     results[i] = caches[i]->finish_waits(state_->stats.failed_resumes) ? 1 : 0;
   }
+  if (error) std::rethrow_exception(error);
 }
 
 uint64_t KVCacheManager::mem_pool_base_address(int32_t layer_id, const std::string& role,

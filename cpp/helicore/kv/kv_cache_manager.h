@@ -86,9 +86,10 @@ class KVCacheManager {
   void shutdown();
 
   // One call per step. Entry i concerns caches[i]; results[i] is 1 or 0 and
-  // caches[i]->last_failure() says why. Arguments are checked first: a throw means that nothing was
-  // done. Then caches are served in order; one that finds no room does not stop the next. Each
-  // cache may occur once.
+  // caches[i]->last_failure() says why. Arguments are checked first: InvalidArgument and LogicError
+  // mean that nothing was done. Then caches are served in order; one that finds no room does not
+  // stop the next. What the device throws does: results tell which were served before. Each cache
+  // may occur once.
   void resize_many(std::span<KVCache* const> caches, std::span<const int32_t> capacities,
                    std::span<const int32_t> history_lengths,  // may be empty: keep
                    std::span<uint8_t> results);

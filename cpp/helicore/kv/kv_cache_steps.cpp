@@ -25,6 +25,7 @@ bool KVCache::resize_locked(const Cursors& cursors) {
     return fail(*reason, state.stats.failed_resizes);
   }
   if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
+  wait_for_state();
   scratch_.give_up(cursors);
   if (makes_stale(cursors.history)) {
     advance_history(cursors.history);
@@ -38,7 +39,8 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   scratch_.fill(cursors);
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
-  last_failure_.reset();
+  owns_rows_ = true;
+  forget_failure();
   return true;
 }
 
@@ -148,6 +150,7 @@ void KVCache::let_go_stale(int32_t ordinal, size_t life_cycle) {
   PageHandle& handle = page(ordinal, life_cycle);
   if (handle.is_null()) return;
   if (is_active()) {
+    if (ordinal >= num_full_blocks()) state_->store.set_written(handle.id, fence());
     state_->store.unlock(handle, fence());
     tables_[life_cycle].data[ordinal] = kBadPageIndex;
   }
@@ -220,12 +223,8 @@ void KVCache::release_state() {
   state_page_ = PageHandle();
 }
 
-bool KVCache::resume_locked(std::optional<int64_t> stream) {
+std::optional<NoRoom> KVCache::make_room_to_resume(bool keep_sources) {
   ManagerState& state = *state_;
-  if (is_lost_) return fail({.data_lost = true}, state.stats.failed_resumes);
-  if (const auto reason = state.utilisation_gate()) {
-    return fail(*reason, state.stats.failed_resumes);
-  }
   std::vector<int32_t>& need = state.need_scratch;
   need.assign(state.slots_per_block.count(), 0);
   (void)add_copies(num_blocks_, need);
@@ -241,21 +240,35 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
       if (dead.contains(b) || scratch.contains(b)) continue;
       if (handle.is_null()) {
         ++need[state.group_of(lc)];  // not reused: a page of its own
-      } else if (!must_copy(b, lc) || state.store.page(handle.id).level == kHotLevel) {
-        pages.push_back(handle.id);
+        continue;
       }
+      const bool is_hot = state.store.page(handle.id).level == kHotLevel;
+      if (!must_copy(b, lc) || (keep_sources && is_hot)) pages.push_back(handle.id);
     }
   }
   if (!state_page_.is_null() && !must_copy_state()) pages.push_back(state_page_.id);
   scratch_.reserve(cursors());
-  if (const auto reason = state.migrator.make_room({.fresh = need, .pages = pages})) {
+  return state.migrator.make_room({.fresh = need, .pages = pages});
+}
+
+bool KVCache::resume_locked(std::optional<int64_t> stream) {
+  ManagerState& state = *state_;
+  if (is_lost_) return fail({.data_lost = true}, state.stats.failed_resumes);
+  if (const auto reason = state.utilisation_gate()) {
     return fail(*reason, state.stats.failed_resumes);
   }
+  auto reason = make_room_to_resume(true);
+  // A page that is only copied from may leave the level too, if nothing else will do.
+  if (reason && (needs_copy_ || may_share_)) {
+    if (!make_room_to_resume(false)) reason.reset();
+  }
+  if (reason) return fail(*reason, state.stats.failed_resumes);
   if (stream) stream_ = stream;
   if (needs_copy_ || may_share_ || needs_state_) copy_blocks_locked(num_blocks_);
   status_ = CacheStatus::kActive;
+  owns_rows_ = true;
   lock_pages();
-  last_failure_.reset();
+  forget_failure();
   ++state.num_active;
   ++state.stats.num_resumes;
   return true;
@@ -283,10 +296,31 @@ void KVCache::lock_pages() {
   if (state_page_.is_null()) return;
   store.lock(state_page_);
   wait_for(store.filled(state_page_.id));
+  wait_for_state();
+}
+
+void KVCache::wait_for_state() {
+  // It is written in place, and forks may still copy from it. Rows of blocks don't care: those that
+  // a fork reads are not written again.
+  if (!state_page_.is_null()) wait_for(state_->store.last_use(state_page_.id));
+}
+
+void KVCache::set_written_locked() {
+  if (!is_active()) return;
+  if (!state_page_.is_null()) state_->store.set_written(state_page_.id, fence());
+  for (int32_t b = 0; b < num_blocks_; ++b) {
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (!is_live(b, lc)) continue;
+      const PageId id = page(b, lc).id;
+      const bool is_final = b < num_full_blocks() && state_->store.page(id).node != kNoNode;
+      if (!is_final) state_->store.set_written(id, fence());
+    }
+  }
 }
 
 void KVCache::suspend_locked() {
   PageStore& store = state_->store;
+  set_written_locked();
   scratch_.release_all();
   if (!state_page_.is_null()) store.unlock(state_page_, fence());
   // Last block first: it leaves the level before those in front of it.

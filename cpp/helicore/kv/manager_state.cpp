@@ -78,7 +78,8 @@ std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config, const Storag
                                 const std::vector<LevelState>& levels) {
   std::vector<LevelSpec> specs;
   for (size_t i = 0; i < levels.size(); ++i) {
-    LevelSpec spec{levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}};
+    LevelSpec spec{
+        levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}, levels[i].grain};
     if (const auto* disk = std::get_if<DiskCacheTierConfig>(&config.cache_tiers[i])) {
       spec.directory = disk->path;
     }
@@ -176,7 +177,11 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 
 void ManagerState::begin_operation() {
   fences.clear();
+  // NOTE: a device reports a failure before the point is reached, so what has arrived by now is
+  // among the failures that are looked for next.
+  for (DerivedCopy& copy : derived) copy.has_arrived = device->reached(copy.arrival);
   if (has_new_failures()) absorb_failures();
+  std::erase_if(derived, [](const DerivedCopy& copy) { return copy.has_arrived; });
   if (timers.empty()) return;
   for (const int64_t now = now_ns(); timers.any_due(now);) {
     const RetentionTimers::Timer timer = timers.pop();
@@ -190,6 +195,12 @@ void ManagerState::begin_operation() {
   }
 }
 
+void ManagerState::note_copy(PageHandle from, PageHandle to) {
+  const TimePoint arrival = store.filled(from.id);
+  if (device->reached(arrival) && !has_new_failures()) return;
+  derived.push_back({.from = from, .to = to, .arrival = arrival});
+}
+
 TimePoint ManagerState::fence(StreamHandle stream) {
   for (const Fence& known : fences) {
     if (known.stream == stream) return known.point;
@@ -201,8 +212,13 @@ TimePoint ManagerState::fence(StreamHandle stream) {
 
 void ManagerState::absorb_failures() {
   num_failures_seen = device->num_failures();
-  for (uint64_t tag : device->take_failures()) {
-    const PageHandle handle = PageHandle::of_tag(tag);
+  std::vector<PageHandle> failed;
+  for (uint64_t tag : device->take_failures()) failed.push_back(PageHandle::of_tag(tag));
+  for (size_t i = 0; i < failed.size(); ++i) {
+    const PageHandle handle = failed[i];
+    for (const DerivedCopy& copy : derived) {
+      if (copy.from == handle) failed.push_back(copy.to);
+    }
     if (!store.pages().is_current(handle)) continue;
     ++stats.lost_pages;
     store.set_lost(handle.id);

@@ -87,6 +87,14 @@ struct ManagerState {
     TimePoint point;
   };
   std::vector<Fence> fences;  // of this operation
+  // A copy of a page whose own bytes may not have arrived: lost if they are.
+  struct DerivedCopy {
+    PageHandle from{};
+    PageHandle to{};
+    TimePoint arrival{};
+    bool has_arrived = false;
+  };
+  std::vector<DerivedCopy> derived;
 
   [[nodiscard]] bool is_ssm(size_t life_cycle) const noexcept {
     return ssm && static_cast<size_t>(ssm->value()) == life_cycle;
@@ -108,6 +116,9 @@ struct ManagerState {
   void begin_operation();
   // The point when the work that `stream` has by now is done; one per stream and operation.
   [[nodiscard]] TimePoint fence(StreamHandle stream);
+  // To be called before a page is copied: a failure of `from` that comes to light later concerns
+  // `to` as well.
+  void note_copy(PageHandle from, PageHandle to);
   // Pages whose copies have failed leave the tree; their holders see them as lost.
   void absorb_failures();
   [[nodiscard]] bool has_new_failures() const noexcept {

@@ -44,20 +44,33 @@ Migrator::Migrator(PageStore& store, RadixTree& tree, const StorageLayout& layou
 }
 
 std::optional<NoRoom> Migrator::make_room(const RoomRequest& request) {
-  const Marks marks(*this);
-  if (auto reason = plan(request)) return reason;
-  execute(request.level);
-  return std::nullopt;
+  std::optional<NoRoom> reason;
+  for (const bool spare_held : {false, true}) {
+    const Marks marks(*this);
+    spare_held_ = spare_held;
+    reason = plan(request);
+    if (reason) continue;
+    execute(request.level);
+    return std::nullopt;
+  }
+  return reason;
 }
 
 std::optional<NoRoom> Migrator::check_room(const RoomRequest& request) {
-  const Marks marks(*this);
-  return plan(request);
+  std::optional<NoRoom> reason;
+  for (const bool spare_held : {false, true}) {
+    const Marks marks(*this);
+    spare_held_ = spare_held;
+    reason = plan(request);
+    if (!reason) break;
+  }
+  return reason;
 }
 
 std::optional<NoRoom> Migrator::push_down(std::span<const PageId> pages) {
   if (pages.empty()) return std::nullopt;
   const Marks marks(*this);
+  spare_held_ = true;
   const PoolGroupId group(store_.page(pages.front()).pool_group);
   const int level = store_.page(pages.front()).level;
   for (PageId id : pages) {
@@ -151,9 +164,13 @@ std::optional<NoRoom> Migrator::place_victims(PoolGroupId group, int level) {
   return std::nullopt;
 }
 
-PageId Migrator::next_victim(PoolGroupId group, int level, PageId id) const noexcept {
+PageId Migrator::next_victim(PoolGroupId group, int level, PageId id,
+                             bool droppable_only) const noexcept {
   const EvictionQueue& queue = store_.queue(group, level);
-  while (id != kNoPage && (store_.page(id).marked || store_.is_fenced(id))) {
+  const auto is_passed = [&](const PageRecord& page) {
+    return page.marked || (droppable_only && page.hold_count > 0);
+  };
+  while (id != kNoPage && (is_passed(store_.page(id)) || store_.is_fenced(id))) {
     id = queue.after(store_.pages(), id);
   }
   return id;
@@ -162,11 +179,15 @@ PageId Migrator::next_victim(PoolGroupId group, int level, PageId id) const noex
 int32_t Migrator::pick_victims(PoolGroupId group, int level, int32_t count) {
   const EvictionQueue& queue = store_.queue(group, level);
   int32_t found = 0;
-  for (PageId id = next_victim(group, level, queue.front()); id != kNoPage && found < count;
-       id = next_victim(group, level, queue.after(store_.pages(), id))) {
-    mark(id);
-    victims_.push_back(store_.pages().handle(id));
-    ++found;
+  for (int pass = spare_held_ ? 0 : 1; pass < 2; ++pass) {
+    const bool droppable_only = pass == 0;
+    for (PageId id = next_victim(group, level, queue.front(), droppable_only);
+         id != kNoPage && found < count;
+         id = next_victim(group, level, queue.after(store_.pages(), id), droppable_only)) {
+      mark(id);
+      victims_.push_back(store_.pages().handle(id));
+      ++found;
+    }
   }
   return found;
 }
@@ -176,27 +197,39 @@ int32_t Migrator::absorb(PoolGroupId group, int level) {
   std::vector<PageHandle>& arrivals = plan.down[static_cast<size_t>(level)];
   std::vector<PageHandle> incoming;
   incoming.swap(victims_);
-  int32_t room = store_.room(level, group) - bounce(group, level);
-  for (PageHandle page : plan.up) room += store_.page(page.id).level == level ? 1 : 0;
+  const int32_t passing = bounce(group, level);
+  int32_t room = store_.room(level, group) - passing;
+  // Pages can only change places through a free slot.
+  for (PageHandle page : plan.up) room += passing > 0 && store_.page(page.id).level == level;
   std::erase_if(incoming, [&](PageHandle page) {
     const PageRecord& record = store_.page(page.id);
     if (record.copy_slot.value() < 0 || record.copy_level != level) return false;
+    if (spare_held_ && record.hold_count == 0) return false;
     store_.set_to_copy(page.id, true);
     --room;  // its copy is not to be given up
     arrivals.push_back(page);
     return true;
   });
   auto overflow = static_cast<int32_t>(incoming.size()) - room;
-  const bool is_last = level == store_.last_level();
+  if (spare_held_) overflow = expel(incoming, group, level, {overflow, true});
+  overflow = expel(incoming, group, level, {overflow, level == store_.last_level()});
+  arrivals.insert(arrivals.end(), incoming.begin(), incoming.end());
+  return std::max(0, overflow);
+}
+
+int32_t Migrator::expel(std::vector<PageHandle>& incoming, PoolGroupId group, int level,
+                        Excess excess) {
   const EvictionQueue& queue = store_.queue(group, level);
-  PageId resident = next_victim(group, level, queue.front());
+  const bool is_last = level == store_.last_level();
+  const auto stays = [&](size_t i) {
+    return excess.droppable_only && store_.page(incoming[i].id).hold_count > 0;
+  };
+  PageId resident = kNoPage;
+  if (excess.count > 0) resident = next_victim(group, level, queue.front(), excess.droppable_only);
   size_t at = 0;
   size_t kept = 0;
-  const auto movable = [&](size_t i) {
-    return !is_last || store_.page(incoming[i].id).hold_count == 0;
-  };
-  while (overflow > 0) {
-    while (at < incoming.size() && !movable(at)) incoming[kept++] = incoming[at++];
+  while (excess.count > 0) {
+    while (at < incoming.size() && stays(at)) incoming[kept++] = incoming[at++];
     const bool have = at < incoming.size();
     if (!have && resident == kNoPage) break;
     PageHandle leaving;
@@ -204,17 +237,17 @@ int32_t Migrator::absorb(PoolGroupId group, int level) {
                                              EvictionQueue::rank(store_.page(incoming[at].id)))) {
       leaving = store_.pages().handle(resident);
       mark(resident);
-      resident = next_victim(group, level, queue.after(store_.pages(), resident));
+      resident =
+          next_victim(group, level, queue.after(store_.pages(), resident), excess.droppable_only);
     } else {
       leaving = incoming[at++];
     }
-    (is_last ? plan.drops : victims_).push_back(leaving);
-    --overflow;
+    (is_last ? plans_[group].drops : victims_).push_back(leaving);
+    --excess.count;
   }
   while (at < incoming.size()) incoming[kept++] = incoming[at++];
-  arrivals.insert(arrivals.end(), incoming.begin(),
-                  incoming.begin() + static_cast<std::ptrdiff_t>(kept));
-  return std::max(0, overflow);
+  incoming.resize(kept);
+  return excess.count;
 }
 
 void Migrator::execute(int level) {
@@ -245,19 +278,22 @@ void Migrator::execute_group(PoolGroupId group, int level) {
 bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroupId group,
                          int level) {
   const size_t begin = done;
+  const auto is_kept = [&](PageHandle page) {  // its copy at `level` is not room for others
+    if (!store_.pages().is_current(page)) return false;
+    const PageRecord& record = store_.page(page.id);
+    return record.to_copy && record.copy_slot.value() >= 0 && record.copy_level == level;
+  };
   while (done < pages.size()) {
-    int32_t room = store_.room(level, group);
-    // Copies that pages of the plan return to are no room for others.
-    for (size_t i = done; i < pages.size(); ++i) {
-      room -= store_.pages().is_current(pages[i]) && store_.page(pages[i].id).to_copy ? 1 : 0;
-    }
+    const auto rest = pages.begin() + static_cast<std::ptrdiff_t>(done);
+    int32_t room =
+        store_.room(level, group) - static_cast<int32_t>(std::count_if(rest, pages.end(), is_kept));
     batch_.clear();
     int source = -1;
     for (; done < pages.size(); ++done) {
       if (!store_.pages().is_current(pages[done])) continue;  // went with a page that was dropped
       const PageRecord& page = store_.page(pages[done].id);
       if (source >= 0 && page.level != source) break;
-      if (!page.to_copy && room-- <= 0) break;
+      if (!is_kept(pages[done]) && room-- <= 0) break;
       source = page.level;
       batch_.push_back(pages[done].id);
     }

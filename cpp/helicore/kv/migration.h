@@ -66,8 +66,16 @@ class Migrator {
   [[nodiscard]] int32_t absorb(PoolGroupId group, int level);
   // The next `count` pages of the level's queue into victims_; how many it found.
   int32_t pick_victims(PoolGroupId group, int level, int32_t count);
+  // Pages of `level`, or of those that come in, leave it until the excess is gone; returns what is
+  // left of it.
+  struct Excess {
+    int32_t count = 0;
+    bool droppable_only = false;
+  };
+  int32_t expel(std::vector<PageHandle>& incoming, PoolGroupId group, int level, Excess excess);
   // The first page from `id` on that the plan may take.
-  [[nodiscard]] PageId next_victim(PoolGroupId group, int level, PageId id) const noexcept;
+  [[nodiscard]] PageId next_victim(PoolGroupId group, int level, PageId id,
+                                   bool droppable_only) const noexcept;
   void mark(PageId id);
   void execute(int level);
   void execute_group(PoolGroupId group, int level);
@@ -85,6 +93,9 @@ class Migrator {
   std::vector<PageHandle> marked_;
   std::vector<PageId> batch_;
   std::vector<PageId> useless_;
+  // The second way to make a plan, when the order of the queues does not lead to room: pages that
+  // nobody holds leave first, whatever their priority, so that held ones always find a place.
+  bool spare_held_ = false;
 };
 
 }  // namespace helicore::kv

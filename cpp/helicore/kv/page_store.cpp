@@ -30,7 +30,8 @@ PageStore::PageStore(const StorageLayout& layout, CacheDevice& device,
         group.pools.push_back(device.make_pool({.tier = spec.tier,
                                                 .num_bytes = piece * count,
                                                 .max_bytes = piece * spec.max_slots[id],
-                                                .directory = spec.directory}));
+                                                .directory = spec.directory,
+                                                .grain = spec.grain}));
       }
       num_pages += static_cast<size_t>(count);
       level.groups.push_back(std::move(group));
@@ -177,6 +178,13 @@ TimePoint PageStore::filled(PageId id) const noexcept {
 void PageStore::set_filled(PageId id, TimePoint point) noexcept {
   const PageRecord& page = pages_[id];
   home(page).filled[static_cast<size_t>(page.slot.value())] = point;
+}
+
+void PageStore::set_written(PageId id, TimePoint point) noexcept {
+  const TimePoint now = filled(id);
+  // A copy that the stream made since may come after the point.
+  const bool is_later = now.timeline() != point.timeline() || now.value() < point.value();
+  if (!point.is_none() && is_later) set_filled(id, point);
 }
 
 TimePoint PageStore::last_use(PageId id) const noexcept {

@@ -34,6 +34,7 @@ struct LevelSpec {
   TypedVec<PoolGroupId, int32_t> num_slots;
   TypedVec<PoolGroupId, int32_t> max_slots;  // what a later resize may ask for
   std::string directory{};                   // of a disk level
+  int64_t grain = 0;                         // bytes by which its pools grow; 0: the device's least
 };
 
 // Page life:
@@ -108,9 +109,7 @@ class PageStore {
   [[nodiscard]] TimePoint filled(PageId id) const noexcept;
   void set_filled(PageId id, TimePoint point) noexcept;
   // The owner's work up to `point` wrote the page.
-  void set_written(PageId id, TimePoint point) noexcept {
-    if (!point.is_none()) set_filled(id, point);
-  }
+  void set_written(PageId id, TimePoint point) noexcept;
   // When nobody reads or writes the page's slot any more.
   [[nodiscard]] TimePoint last_use(PageId id) const noexcept;
   void add_use(PageId id, TimePoint point);

@@ -108,8 +108,9 @@ void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
     add_after(filled(to.id));
     if (!after_.empty()) device_.wait(stream, after_);
     device_.copy_on(stream, tasks_);
-    set_filled(to.id, TimePoint());
-    add_use(from.id, device_.record(stream));
+    const TimePoint done = device_.record(stream);
+    set_filled(to.id, done);
+    add_use(from.id, done);
     return;
   }
   add_after(filled(from.id));

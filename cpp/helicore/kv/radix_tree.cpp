@@ -194,8 +194,10 @@ InsertResult RadixTree::insert(NodeId parent, std::span<const TokenId> tokens,
       page = store_.pages().handle(page_of(found.shorter, lc));
       num_tokens = store_.page(page.id).num_tokens;
     }
+    const NodeId before = store_.page(page.id).node;
     show(id, lc, page, num_tokens);
     node.priority = std::max(node.priority, store_.page(page.id).priority);
+    if (before != kNoNode && before != found.shorter) take_from(before, lc);
   }
   if (!is_complete) update_gap(id);
   tell_stored(id);
@@ -237,6 +239,16 @@ void RadixTree::show(NodeId node, LifeCycleId life_cycle, PageHandle page,
                      int32_t num_tokens) noexcept {
   pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = page.id;
   store_.publish(page, node, num_tokens);
+}
+
+void RadixTree::take_from(NodeId node, LifeCycleId life_cycle) {
+  pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = kNoPage;
+  update_gap(node);
+  if (is_removable(node)) {
+    prune(node);
+  } else if (events_ != nullptr) {
+    events_->page_removed(keys_[node.value()], life_cycle);
+  }
 }
 
 void RadixTree::hide(NodeId node, LifeCycleId life_cycle) {

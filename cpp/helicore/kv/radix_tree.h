@@ -174,6 +174,9 @@ class RadixTree {
   // Copies tokens and key and links the node.
   [[nodiscard]] NodeId add_node(NodeId parent, std::span<const TokenId> tokens) noexcept;
   void show(NodeId node, LifeCycleId life_cycle, PageHandle page, int32_t num_tokens) noexcept;
+  // Another node shows its page from now on: one that goes on with other tokens behind those that
+  // the page covers.
+  void take_from(NodeId node, LifeCycleId life_cycle);
   void hide(NodeId node, LifeCycleId life_cycle);
   void hide_all(NodeId node);
   void tell_stored(NodeId node) noexcept;

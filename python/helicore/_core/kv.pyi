@@ -37,6 +37,7 @@ __all__: list[str] = [
     "KVCacheManagerConfig",
     "KVCacheStats",
     "KVEvent",
+    "LayerGroupStats",
     "LayerType",
     "LogEnd",
     "LogicError",
@@ -51,6 +52,7 @@ __all__: list[str] = [
     "PageIndexConverter",
     "PageIndexMode",
     "PageStatus",
+    "PlannedDrop",
     "PoolDesc",
     "PoolGroupDesc",
     "PoolGroupStatistics",
@@ -62,6 +64,7 @@ __all__: list[str] = [
     "ReplayDifference",
     "ReplayReport",
     "ResourceBusyError",
+    "RetentionRange",
     "ReuseScope",
     "SlotDescVariant",
     "SsmLayerConfig",
@@ -270,6 +273,23 @@ class ReuseScope:
     def lora_id(self) -> int | None: ...
     @property
     def salt(self) -> None | int | str: ...
+
+class RetentionRange:
+    """Tokens [begin, end) have `priority` from their commit on, for duration_ms or for ever; what comes before them gets at least that."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self, begin: int, end: int | None, priority: int, duration_ms: int | None = None
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def duration_ms(self) -> int | None: ...
+    @property
+    def end(self) -> int | None: ...
+    @property
+    def priority(self) -> int: ...
 
 class KVCacheManagerConfig:
     """Everything a KVCacheManager is made from; checked at construction."""
@@ -521,6 +541,34 @@ class KVCacheStats:
     @property
     def skipped_snapshots(self) -> int: ...
 
+class LayerGroupStats:
+    """Pages of one layer group since the manager was made."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def allocated_pages(self) -> int:
+        """New ones, copies included."""
+    @property
+    def committed_pages(self) -> int:
+        """Became reusable."""
+    @property
+    def copied_pages(self) -> int:
+        """Private copies of shared pages."""
+    @property
+    def domain(self) -> CacheDomain: ...
+    @property
+    def pool_group(self) -> int: ...
+    @property
+    def released_pages(self) -> int:
+        """Went out of the window."""
+    @property
+    def reused_pages(self) -> int:
+        """Found at creation and held."""
+    @property
+    def reused_tokens(self) -> int:
+        """In them."""
+
 class MigrationCounters:
     """Pages of one layer group that passed through one level."""
     def __eq__(self, other: typing.Any) -> bool: ...
@@ -563,6 +611,15 @@ class KVEvent:
         """The 32-byte chain key, as get_chain_keys and get_root_key give it."""
     @property
     def kind(self) -> EventKind: ...
+    @property
+    def layer_group(self) -> int | None:
+        """The one layer group whose page came or went; None: the whole block."""
+    @property
+    def layer_groups(self) -> list[int]:
+        """Groups whose pages cover every token of a stored block, ascending."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the block that the page of layer_group covers."""
     @property
     def ordinal(self) -> int: ...
     @property
@@ -653,7 +710,9 @@ class DataLostError(RuntimeError):
     pass
 
 class OutOfPagesError(RuntimeError):
-    pass
+    """There are not enough pages; `reason` tells of what and where."""
+    @property
+    def reason(self) -> NoRoom: ...
 
 class PrefetchTicket:
     """Pages on their way to a hotter level."""
@@ -664,6 +723,13 @@ class PrefetchTicket:
     @property
     def is_complete(self) -> bool:
         """Every page arrived."""
+
+class PlannedDrop:
+    """Pages that only the exact continuation of a sequence would reuse. They go at drop(), or when this object does; the last of the plans that name a page takes it."""
+    def drop(self) -> None:
+        """Raises LogicError the second time."""
+    @property
+    def num_pages(self) -> int: ...
 
 class KVCache:
     """
@@ -689,6 +755,8 @@ class KVCache:
         self, group: int = 0, beam: int = 0
     ) -> numpy.typing.NDArray[numpy.int32]:
         """Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, set_base_page_index_buf or close of this cache."""
+    def plan_committed_block_drop(self) -> PlannedDrop | None:
+        """A plan to drop what only this sequence's exact continuation would reuse: window pages at its end, its last snapshot. After stop_committing(); None when the committed tokens can't all be reused."""
     def prefetch(self, level: int = 0) -> PrefetchTicket:
         """Bring the pages of a SUSPENDED cache up to `level` in the background; best effort."""
     def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
@@ -724,7 +792,8 @@ class KVCache:
     @property
     def committed_tokens(self) -> list[int]: ...
     @property
-    def cuda_stream(self) -> int | None: ...
+    def cuda_stream(self) -> int | None:
+        """While ACTIVE, the new stream goes on after what the old one has by now."""
     @cuda_stream.setter
     def cuda_stream(self, arg: int, /) -> None: ...
     @property
@@ -741,6 +810,8 @@ class KVCache:
     @property
     def last_failure(self) -> NoRoom | None:
         """Why the last resume or resize returned False; None after a success."""
+    @property
+    def manager(self) -> KVCacheManager: ...
     @property
     def num_blocks(self) -> int: ...
     @property
@@ -776,6 +847,8 @@ class KVCacheManager:
         | None = None,
     ) -> None:
         """commit() for a whole step: counts[i] tokens each, concatenated; default one each."""
+    def complete_step(self, stream: int, step: int) -> None:
+        """Steps up to this one are done."""
     def create_kv_cache(
         self,
         reuse_scope: int | ReuseScope | None = None,
@@ -787,8 +860,9 @@ class KVCacheManager:
         *,
         priority: int = 35,
         expected_prompt_length: int | None = None,
+        retention: collections.abc.Sequence[RetentionRange] = list(),
     ) -> KVCache:
-        """A SUSPENDED cache that holds the longest cached prefix of input_tokens."""
+        """A SUSPENDED cache that holds the longest cached prefix of input_tokens. `retention`: ranges that are worth more than `priority`, and for how long."""
     def drain_events(self, max_events: int | None = None) -> list[KVEvent]:
         """The oldest recorded changes of the tree of reusable blocks; they leave the buffer (config.event_buffer_size). When it overflows the oldest are dropped: see num_dropped_events and snapshot_events."""
     def get_chain_keys(
@@ -799,6 +873,8 @@ class KVCacheManager:
         """SHA-256 chain keys (32 bytes) of the full blocks of `tokens`."""
     def get_layer_group_domain(self, group: int) -> CacheDomain: ...
     def get_layer_group_id(self, layer_id: int) -> int: ...
+    def get_layer_group_stats(self) -> list[LayerGroupStats]:
+        """Counters of pages, one entry per layer group, since the manager was made."""
     def get_mem_pool_base_address(
         self, layer_id: int, role: str, index_mode: PageIndexMode = ...
     ) -> int:
@@ -820,6 +896,14 @@ class KVCacheManager:
     def get_storage_statistics(self, level: int = 0) -> list[PoolGroupStatistics]:
         """One entry per pool group: total, free and evictable slots."""
     def get_tier(self, level: int) -> CacheTier: ...
+    def make_step_stream(self) -> int:
+        """A stream for resume() that stands for steps which the device can't see: pages freed by its caches are used again once the steps submitted until then are complete."""
+    def pin(
+        self,
+        tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
+        reuse_scope: int | ReuseScope | None = None,
+    ) -> KVCache:
+        """Keeps the longest cached prefix of the tokens, on whatever level, until the returned cache is closed or let go of. Counted in no statistics."""
     def probe_reuse(
         self,
         input_tokens: collections.abc.Sequence[int]
@@ -864,6 +948,8 @@ class KVCacheManager:
         """
     def stop_recording(self) -> RecordingSummary:
         """Raises LogicError when no recording is running."""
+    def submit_step(self, stream: int) -> int:
+        """Its number, from 1."""
     def truncate_many(
         self,
         caches: collections.abc.Sequence[KVCache],

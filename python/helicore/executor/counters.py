@@ -36,6 +36,9 @@ class LevelCounters:
     offloaded_pages: int = 0
     """Came from a hotter level."""
     offloaded_bytes: int = 0
+    """Written for it."""
+    unwritten_pages: int = 0
+    """Came back to a copy that was still here, so that nothing was written."""
     onboarded_pages: int = 0
     """Left for a hotter level."""
     onboarded_bytes: int = 0

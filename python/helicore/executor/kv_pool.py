@@ -16,6 +16,7 @@ from torch import Tensor
 
 from helicore import kv
 from helicore._core import InternalError, NotSupportedError
+from helicore._core.kv import PrefetchTicket
 from helicore.executor.counters import LevelCounters
 from helicore.executor.disk_prefix import DiskConfig, DiskPrefixes
 from helicore.executor.pool_shape import PoolShape
@@ -36,7 +37,6 @@ class Parked:
     num_rows: int
     lookup: NDArray[np.int32] | None = None
     was_running: bool = False
-    prefetch: kv.PrefetchTicket | None = None
 
     @property
     def is_lookup(self) -> bool:
@@ -76,13 +76,14 @@ class KVPool:
         )
         self._live_manager: kv.KVCacheManager | None = manager
         self.num_pages = int(manager.num_total_blocks)
-        self.has_lower_levels = getattr(manager, "num_levels", 1) > 1
+        self.has_lower_levels = manager.num_levels > 1
         self.block_table = np.full((shape.num_lanes, shape.max_pages), kv.BAD_PAGE_INDEX, np.int32)
         """int32 [lanes, pages]; entries past a lane's pages are arbitrary."""
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
         """Per layer [pages, page_size, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
         self._parked: set[Parked] = set()
+        self._prefetches: dict[Parked, PrefetchTicket] = {}
         self.disk: DiskPrefixes | None = None
         if disk is not None:
             self.disk = DiskPrefixes(
@@ -117,9 +118,7 @@ class KVPool:
 
     def pending_pages(self) -> int:
         """Pages that were given back and come free by themselves: nobody need leave for them."""
-        return sum(
-            int(getattr(group, "pending", 0)) for group in self._manager.get_storage_statistics()
-        )
+        return sum(int(group.pending) for group in self._manager.get_storage_statistics())
 
     def free_pages(self) -> int:
         """Pages that nobody uses, not even for reuse."""
@@ -209,7 +208,7 @@ class KVPool:
                 cache.suspend()
             return self._refusal(cache)
         self._lanes[lane] = cache
-        self._parked.remove(parked)
+        self._unpark(parked)
         if self.disk is not None:
             if parked.lookup is not None:
                 self._read_disk(lane, cache, parked.lookup)
@@ -219,9 +218,14 @@ class KVPool:
         return Resumed.RUNS
 
     def prefetch(self, parked: Parked) -> None:
-        """Brings the pages of a parked cache up to the hot level, as far as there is room; once."""
-        if parked.prefetch is None:
-            parked.prefetch = parked.cache.prefetch(kv.HOT_LEVEL)
+        """Starts to bring the pages of a parked cache up to the hot level; once."""
+        if parked not in self._prefetches:
+            self._prefetches[parked] = parked.cache.prefetch(kv.HOT_LEVEL)
+
+    def go_on_prefetching(self) -> None:
+        """Starts what can be started now of the prefetches that are under way; once per step."""
+        for ticket in self._prefetches.values():
+            ticket.is_done()
 
     def level_counters(self) -> list[LevelCounters]:
         """One per level, hot first; `count_moves` brings them up to date."""
@@ -238,21 +242,28 @@ class KVPool:
         """Totals of pages that moved between levels, as of now."""
         if not self.has_lower_levels:
             return
-        for level, moved in zip(levels, self._manager.migration_stats().levels, strict=True):
+        for level, moved in zip(levels, self._manager.get_migration_stats(), strict=True):
             level.offloaded_pages = sum(part.offloaded_pages for part in moved)
             level.offloaded_bytes = sum(part.offloaded_bytes for part in moved)
+            level.unwritten_pages = sum(part.unwritten_pages for part in moved)
             level.onboarded_pages = sum(part.onboarded_pages for part in moved)
             level.onboarded_bytes = sum(part.onboarded_bytes for part in moved)
             level.dropped_pages = sum(part.dropped_pages for part in moved)
 
     def tokens_by_level(self, found: Parked) -> list[int]:
         """Where the tokens of a lookup were, hot first; prefixes on disk not counted."""
-        return list(getattr(found.cache, "cached_tokens_by_level", [found.cache.num_reused_tokens]))
+        return list(found.cache.cached_tokens_by_level)
 
     def drop(self, parked: Parked) -> None:
         """Gives the pages of a parked cache back; committed ones stay reusable."""
-        self._parked.discard(parked)
+        self._unpark(parked)
         parked.cache.close()
+
+    def _unpark(self, parked: Parked) -> None:
+        self._parked.remove(parked)
+        ticket = self._prefetches.pop(parked, None)
+        if ticket is not None:
+            ticket.cancel()
 
     @property
     def num_parked(self) -> int:
@@ -283,7 +294,7 @@ class KVPool:
 
     def _refusal(self, cache: kv.KVCache) -> Resumed:
         failure = cache.last_failure
-        is_lost = failure is not None and getattr(failure, "data_lost", False)
+        is_lost = failure is not None and failure.data_lost
         return Resumed.LOST if is_lost else Resumed.NO_ROOM
 
     def _read_disk(self, lane: int, cache: kv.KVCache, tokens: NDArray[np.int32]) -> None:

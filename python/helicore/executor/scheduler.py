@@ -406,6 +406,7 @@ class Scheduler:
         """Pages of those that run next come up while others run."""
         if not self._num_waiting or not self._pool.has_lower_levels:
             return
+        self._pool.go_on_prefetching()
         head = self._first_waiting()
         if self._prefetched == (head, len(self._parked)):
             return

@@ -53,6 +53,10 @@ TEST(Config, every_rule_names_its_field_and_the_value_seen) {
          "DISK");
   expect(invalid([](C& c) { c.layers.clear(); }), "layers", "empty");
   expect(invalid([](C& c) { c.layers.push_back(c.layers[0]); }), "layer_id", "got 0 twice");
+  expect(invalid([](C& c) {
+           c.layers = {AttentionLayerConfig{.layer_id = -2, .buffers = {BufferConfig{"k", 1}}}};
+         }),
+         "layer_id", "got -2");
   expect(invalid([](C& c) { c.layers = {AttentionLayerConfig{.layer_id = 3}}; }), "layer 3",
          "buffers");
   expect(invalid([](C& c) { c.layers = {AttentionLayerConfig{1, {{"k", 8}, {"k", 8}}}}; }), "roles",

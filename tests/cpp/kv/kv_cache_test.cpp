@@ -367,5 +367,25 @@ TEST(KVCache, the_worked_example_of_the_design_document) {
   EXPECT_EQ(*c->last_failure(), (NoRoom{.needed = 1, .free = 0, .evictable = 0}));
 }
 
+TEST(KVCacheStream, changes_only_when_no_step_of_the_old_one_runs) {
+  KVCacheManager manager(attention_config(4, 64));
+  const StreamHandle steps = manager.make_step_stream();
+  auto cache = manager.create_kv_cache();
+  cache->set_stream(7);
+  ASSERT_TRUE(cache->resume(steps));
+  const uint64_t step = manager.submit_step(steps);
+  EXPECT_THROW(cache->set_stream(0), LogicError);
+  EXPECT_EQ(cache->stream(), steps);
+  cache->set_stream(steps);
+  manager.complete_step(steps, step);
+  cache->set_stream(0);
+  EXPECT_EQ(cache->stream(), 0);
+  cache->set_stream(steps);
+  (void)manager.submit_step(steps);
+  cache->suspend();
+  cache->set_stream(0);
+  EXPECT_EQ(cache->stream(), 0) << "suspended pages have their fence";
+}
+
 }  // namespace
 }  // namespace helicore::kv::testing

@@ -84,5 +84,18 @@ TEST(Retention, a_pinned_prefix_stays_whatever_comes_and_goes_with_its_pin) {
   EXPECT_EQ(store.counts(PoolGroupId(0)).unavailable(), 0);
 }
 
+TEST(LifeCycleStats, pages_that_leave_the_window_by_their_own_commit_are_counted) {
+  KVCacheManagerConfig config = attention_config(4, 64);
+  config.layers = {AttentionLayerConfig{0, {{"k", 256}}}, AttentionLayerConfig{1, {{"k", 256}}, 8}};
+  KVCacheManager manager(config);
+  auto cache = manager.create_kv_cache();
+  ASSERT_TRUE(cache->resume());
+  ASSERT_TRUE(cache->resize(24));
+  cache->commit(iota_tokens(24));
+  EXPECT_EQ(manager.life_cycle_stats()[0].released_pages, 0u);
+  EXPECT_EQ(manager.life_cycle_stats()[1].released_pages, 4u)
+      << "7 tokens before position 24 lie in two of six blocks";
+}
+
 }  // namespace
 }  // namespace helicore::kv::testing

@@ -154,7 +154,8 @@ def test_no_other_module_reads_the_environment() -> None:
         for path in package.rglob("*.py")
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     ]
-    assert readers == ["config.py"]
+    # kv_sides.py hands an environment on to the processes it starts; it takes no setting from it.
+    assert sorted(readers) == ["bench/kv_sides.py", "config.py"]
 
 
 def test_the_docs_table_is_the_schema() -> None:

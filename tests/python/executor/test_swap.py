@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from executor.driving import Updates, drain, tokens_of
 from executor.fake_model import VOCAB, FakeModel, fake_engine, greedy_output
 from executor.test_properties import Traffic
-from helicore import kv
 from helicore.executor.engine import Engine
 from helicore.executor.kv_pool import KVPool, Parked, Resumed
 from helicore.sampling_params import SamplingParams
@@ -45,8 +45,6 @@ def options(
         monkeypatch.setattr(KVPool, "prefetch", lambda self, parked: None)
         monkeypatch.setattr(KVPool, "count_moves", lambda self, levels: None)
         return {}
-    if not hasattr(kv.KVCacheManager, "num_levels"):
-        pytest.skip("the manager has one level")
     options: dict[str, Any] = {}
     if "host" in request.param:
         options["swap_pages"] = 64
@@ -72,19 +70,20 @@ def rows(model: FakeModel) -> int:
 def test_a_preempted_sequence_goes_on_without_recomputation(options: dict[str, Any]) -> None:
     if not has_lower_level(options):
         pytest.skip("pages that stay on the only level give no room")
-    engine, model = fake_engine(num_pages=9, block_size=16, **options)
-    prompts = [prompt_of(40, i) for i in range(3)]
+    engine, model = fake_engine(num_pages=7, block_size=16, **options)
+    prompts = [prompt_of(12, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(40))
+        engine.add_request(str(i), prompt, greedy(70))
     results = drain(engine)
     for i, prompt in enumerate(prompts):
-        assert tokens_of(results[str(i), 0]) == greedy_output(prompt, 40, eos=False)
+        assert tokens_of(results[str(i), 0]) == greedy_output(prompt, 70, eos=False)
     counters = engine.counters
-    assert counters.preemptions == counters.suspends == counters.resumes > 0
-    assert rows(model) == 3 * (40 + 39), "every row was computed once"
-    assert counters.levels[1].offloaded_pages > 0
-    assert counters.levels[1].onboarded_pages > 0
-    assert counters.levels[1].offloaded_bytes == counters.levels[1].offloaded_pages * 16 * 32 * 8
+    assert counters.preemptions == counters.suspends == counters.resumes > 3
+    assert rows(model) == 6 * (12 + 69) - counters.prefix_cache_hits, "each row once"
+    level = counters.levels[1]
+    assert level.offloaded_pages > level.unwritten_pages > 0
+    assert level.offloaded_bytes == (level.offloaded_pages - level.unwritten_pages) * 16 * 32 * 8
+    assert level.onboarded_bytes == level.onboarded_pages * 16 * 32 * 8 > 0
     assert_nothing_is_left(engine)
 
 
@@ -218,6 +217,43 @@ def test_a_resume_that_lost_data_recomputes_that_request_alone(
     assert_nothing_is_left(engine)
 
 
+def break_files_in(folder: Path) -> int:
+    """This process's open files without a name in `folder` refuse reads and writes from now on."""
+    count = 0
+    broken = os.open("/dev/full", os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", name)
+        if link.is_symlink() and str(link.readlink()).startswith(f"{folder}/"):
+            os.dup2(broken, int(name))
+            count += 1
+    os.close(broken)
+    return count
+
+
+def test_pages_that_can_not_be_read_back_are_computed_again(tmp_path: Path) -> None:
+    engine, _ = fake_engine(
+        num_pages=8, max_num_seqs=1, swap_disk_pages=64, swap_path=tmp_path / "swap"
+    )
+    results: dict[tuple[str, int], Updates] = {}
+    low, high = prompt_of(60, 1), prompt_of(70, 2)
+    engine.add_request("low", low, greedy(20), priority=1)
+    for _ in range(5):
+        for update in engine.step():
+            results.setdefault((update.request_id, 0), []).append(update)
+    engine.add_request("high", high, greedy(40))
+    for _ in range(36):
+        for update in engine.step():
+            results.setdefault((update.request_id, 0), []).append(update)
+    assert engine.counters.levels[1].offloaded_pages > 0
+    assert break_files_in(tmp_path / "swap") > 0
+    for key, updates in drain(engine).items():
+        results.setdefault(key, []).extend(updates)
+    assert tokens_of(results["high", 0]) == greedy_output(high, 40, eos=False)
+    assert tokens_of(results["low", 0]) == greedy_output(low, 20, eos=False)
+    assert (engine.counters.lost, engine.counters.resumes) == (1, 0)
+    assert_nothing_is_left(engine)
+
+
 def test_a_running_sequence_that_lost_rows_is_recomputed_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -244,12 +280,9 @@ def test_a_running_sequence_that_lost_rows_is_recomputed_alone(
 
 
 def test_a_full_lower_level_falls_back_to_recomputation(options: dict[str, Any]) -> None:
-    if not has_lower_level(options):
-        pytest.skip("there is none")
-    for name in ("swap_pages", "swap_disk_pages"):
-        if name in options:
-            options[name] = 2
-    engine, _ = fake_engine(num_pages=9, block_size=16, **options)
+    if list(options) != ["swap_pages"]:
+        pytest.skip("two pages on disk are rounded up to many")
+    engine, _ = fake_engine(num_pages=9, block_size=16, swap_pages=2)
     expected = {}
     for i in range(8):
         prompt = prompt_of(30, i)
@@ -323,3 +356,12 @@ def test_a_page_that_comes_up_wrong_is_noticed(
     engine.add_request("high", prompt_of(40, 2), greedy(5))
     drain(engine)
     assert engine.counters.failed_steps > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_on_disk_and_lower_levels_go_together(
+    options: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    engine = Traffic(seed, disk=tmp_path / "store", **options).run()
+    assert_nothing_is_left(engine)
+    engine.close()

@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helicore import LLM, KVCacheConfig, SamplingParams, SchedulerConfig, kv
+from helicore import LLM, KVCacheConfig, SamplingParams, SchedulerConfig
 from helicore.outputs import RequestOutput
 
 WORDS = "a list of numbers that are sorted, then a loop which adds them up and prints the sum "
 PROMPTS = [f"# example {i}\ndef f{i}(x):\n    " + WORDS[3 * i : 3 * i + 40] for i in range(8)]
 BLOCK = 16
-needs_levels = pytest.mark.skipif(
-    not hasattr(kv.KVCacheManager, "num_levels"), reason="the manager has one level"
-)
 
 
 def page_gb(llm: LLM) -> float:
@@ -32,7 +29,7 @@ def one_page() -> float:
 def run(
     cache: dict[str, Any], params: SamplingParams, max_num_batched_tokens: int = 512
 ) -> tuple[list[RequestOutput], dict[str, float]]:
-    options = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens)
+    options = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=max_num_batched_tokens)
     with LLM(
         "tiny",
         deterministic=True,
@@ -74,9 +71,8 @@ def ample(request: pytest.FixtureRequest) -> tuple[SamplingParams, list[list[lis
     return params, tokens(outputs)
 
 
-@needs_levels
 @pytest.mark.parametrize("name", ["host", "disk", "host and disk"])
-@pytest.mark.parametrize("budget", [16, 512])
+@pytest.mark.parametrize("budget", [32, 512])
 def test_swapped_sequences_give_the_tokens_of_an_ample_pool(
     ample: tuple[SamplingParams, list[list[list[int]]]],
     one_page: float,
@@ -92,7 +88,6 @@ def test_swapped_sequences_give_the_tokens_of_an_ample_pool(
     assert metrics["kv_onboarded_bytes_level1"] > 0
 
 
-@needs_levels
 def test_prefixes_that_moved_down_are_found_and_reported_by_level(
     one_page: float, tmp_path: Path
 ) -> None:

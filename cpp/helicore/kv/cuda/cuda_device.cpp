@@ -78,9 +78,7 @@ cudaStream_t as_stream(StreamHandle handle) noexcept {
   return reinterpret_cast<cudaStream_t>(handle);
 }
 
-bool is_gpu(const MemoryPool* pool) noexcept {
-  return dynamic_cast<const GpuMemoryPool*>(pool) != nullptr;
-}
+bool is_gpu(const MemoryPool* pool) noexcept { return pool->on_gpu(); }
 
 Route route_of(const CopyTask& task) noexcept {
   if (task.dst->fd() >= 0 || task.src->fd() >= 0) return kFiles;

@@ -56,6 +56,7 @@ class GpuMemoryPool final : public MemoryPool {
 
   [[nodiscard]] int64_t num_bytes() const noexcept override { return num_bytes_; }
   void resize(int64_t num_bytes) override;
+  [[nodiscard]] bool on_gpu() const noexcept override { return true; }
   [[nodiscard]] std::byte* data() const noexcept override {
     return reinterpret_cast<std::byte*>(address_);
   }

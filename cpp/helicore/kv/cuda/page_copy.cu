@@ -19,7 +19,7 @@ constexpr int kMaxLinkBlocks = 64;
 constexpr int kMaxGpuBlocks = 264;
 
 // From these sizes on the copy engines do as well as the kernel.
-constexpr int64_t kLinkEngineBytes = int64_t{256} << 10;
+constexpr int64_t kLinkEngineBytes = int64_t{4} << 20;
 constexpr int64_t kGpuEngineBytes = int64_t{4} << 20;
 
 template <int kTasks>
