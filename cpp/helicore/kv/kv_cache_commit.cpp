@@ -12,6 +12,7 @@ void KVCache::commit_locked(std::span<const TokenId> tokens, bool is_end) {
   const auto block = static_cast<size_t>(tokens_per_block_);
   const int32_t history =
       std::max(history_length_, num_committed_ + static_cast<int32_t>(tokens.size()));
+  scratch_.give_up({capacity_, history});
   if (makes_stale(history)) advance_history(history);
   history_length_ = history;
   while (tail_tokens_.size() + tokens.size() >= block) {
