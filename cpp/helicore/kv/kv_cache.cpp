@@ -329,10 +329,6 @@ TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
 }
 
-bool KVCache::can_wait_for(TimePoint point) const {
-  return state_->device->is_waitable(point) || fence().timeline() == point.timeline();
-}
-
 void KVCache::wait_for(TimePoint point) {
   if (point.is_none() || state_->device->reached(point)) return;
   for (TimePoint& known : waits_) {

@@ -156,15 +156,11 @@ class KVCache : private KVCacheFields {
     int32_t capacity = 0;
     int32_t history = 0;
   };
-  // Validates the arguments of resize; changes nothing.
   [[nodiscard]] Cursors check_resize(std::optional<int64_t> capacity,
                                      std::optional<int64_t> history) const;
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
-  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
-  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
-                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -172,7 +168,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
   [[nodiscard]] bool fills_no_block(size_t num_tokens) const noexcept;
   void commit_into_tail(std::span<const TokenId> tokens);
-  // Blocks would become stale if history grew to this.
   [[nodiscard]] bool makes_stale(int32_t history) const noexcept;
 
   // With the lock held, arguments checked.
@@ -189,7 +184,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
-  void wait_for_state();
   // What others read of our pages comes after what our stream has by now.
   void set_written_locked();
   void suspend_locked();
@@ -206,13 +200,11 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] NodeId tail_node_with_own_pages();
   [[nodiscard]] bool is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept;
   void close_locked();
-  // Starts the next batch of a prefetch when the last has arrived.
   void pump_prefetch();
   // Moves history on; blocks that become stale are let go, or kept until they are committed.
   void advance_history(int32_t history);
   void let_go_stale(int32_t ordinal, size_t life_cycle);
   [[nodiscard]] std::vector<Yield> count_yields(int32_t history) const;
-  // New blocks of the life cycle that get pages when there are `num_blocks`.
   [[nodiscard]] int32_t count_growth(size_t life_cycle, int32_t num_blocks, int32_t history) const;
   // Drops pages that advance_history() made droppable until the blocks to come have slots.
   void drop_stale_until(int32_t num_blocks, int32_t history);
@@ -223,7 +215,6 @@ class KVCache : private KVCacheFields {
   bool add_copies(int32_t end, std::span<int32_t> need) const;
   [[nodiscard]] bool must_copy(int32_t ordinal, size_t life_cycle) const noexcept;
   [[nodiscard]] bool must_copy_state() const noexcept;
-  // Held by another cache or shown by the tree.
   [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
   [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
@@ -251,8 +242,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
-  // False for a step of another stream that is not done: only the caller can end it.
-  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
@@ -261,7 +250,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.
   [[nodiscard]] bool is_live(int32_t ordinal, size_t life_cycle) const noexcept;
-  // The node that shows a page of the block; kNoNode when none does.
   [[nodiscard]] NodeId shown_node(int32_t ordinal) const noexcept;
   [[nodiscard]] int32_t num_full_blocks() const noexcept {
     return num_committed_ / tokens_per_block_;
@@ -273,7 +261,6 @@ class KVCache : private KVCacheFields {
     return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
   }
   [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
-  [[nodiscard]] size_t num_tail_tokens() const noexcept { return tail_tokens_.size(); }
 };
 
 }  // namespace helicore::kv

@@ -25,7 +25,9 @@ bool KVCache::resize_locked(const Cursors& cursors) {
     return fail(*reason, state.stats.failed_resizes);
   }
   if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
-  wait_for_state();
+  // The state is written in place, and forks may still copy from it. Rows of blocks don't care:
+  // those that a fork reads are not written again.
+  if (!state_page_.is_null()) wait_for(state.store.last_use(state_page_.id));
   if (makes_stale(cursors.history)) {
     advance_history(cursors.history);
     if (num_blocks > num_blocks_) drop_stale_until(num_blocks, cursors.history);
@@ -277,13 +279,7 @@ void KVCache::lock_pages() {
   if (state_page_.is_null()) return;
   store.lock(state_page_);
   wait_for(store.filled(state_page_.id));
-  wait_for_state();
-}
-
-void KVCache::wait_for_state() {
-  // It is written in place, and forks may still copy from it. Rows of blocks don't care: those that
-  // a fork reads are not written again.
-  if (!state_page_.is_null()) wait_for(state_->store.last_use(state_page_.id));
+  wait_for(store.last_use(state_page_.id));  // see resize_locked()
 }
 
 void KVCache::set_written_locked() {
