@@ -324,6 +324,19 @@ TEST(LevelsGpu, a_batch_that_throws_leaves_the_caches_before_in_order) {
   rig.device().run_all();
 }
 
+TEST(LevelsCpu, a_prefetch_that_the_device_refuses_ends_and_is_not_complete) {
+  LevelRig rig({.blocks = {4, 5}});
+  auto a = rig.started(16, 1);
+  a->suspend();
+  rig.started(16, 2)->close();  // sends a down
+  rig.device().inject(FakeFault::kRefusedCopy, 1);
+  auto ticket = a->prefetch();
+  EXPECT_TRUE(ticket.is_done());
+  EXPECT_FALSE(ticket.is_complete());
+  ASSERT_TRUE(a->resume());
+  EXPECT_THAT(*rig.read(*a, 0, 16), AllOf(SizeIs(16), Each(1)));
+}
+
 TEST(LevelsCpu, a_copy_of_a_page_that_never_arrived_is_lost_too) {
   LevelRig rig({.blocks = {4, 5}, .device = {.type = DeviceType::kCuda}});
   const StreamHandle stream = rig.device().make_stream();
