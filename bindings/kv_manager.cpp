@@ -142,7 +142,8 @@ PoolView pool_view(nb::handle_t<KVCacheManager> self, int32_t layer_id, const st
   const auto descs = manager.pool_group_descs();
   const auto num_slots =
       static_cast<size_t>(descs[static_cast<size_t>(buffer.group.value())].num_slots);
-  return PoolView(reinterpret_cast<uint8_t*>(manager.mem_pool_base_address(layer_id, role)),
+  return PoolView(reinterpret_cast<uint8_t*>(
+                      manager.mem_pool_base_address(layer_id, role, PageIndexMode::kShared)),
                   {num_slots, static_cast<size_t>(buffer.expanded_size)}, self,
                   {buffer.slot_bytes(), 1});
 }
@@ -150,8 +151,11 @@ PoolView pool_view(nb::handle_t<KVCacheManager> self, int32_t layer_id, const st
 void bind_layout_queries(nb::class_<KVCacheManager>& cls) {
   using M = KVCacheManager;
   cls.def("get_mem_pool_base_address", &M::mem_pool_base_address, "layer_id"_a, "role"_a,
-          "index_mode"_a = PageIndexMode::kShared,
-          "Address that page indices of the buffer count from.")
+          "index_mode"_a = nb::none(),
+          "Address that page indices of the buffer count from. None is SHARED; with "
+          "config.swa_scratch_reuse the mode must be given.")
+      .def("supports_index_mode", &M::supports_index_mode, "index_mode"_a,
+           "None when it depends on the cache.")
       .def("get_mem_pool_view", &pool_view, "layer_id"_a, "role"_a,
            "Writable uint8 [num_slots, block bytes] over the pool; row s is the block in slot s.")
       .def("get_page_stride", &M::page_stride, "layer_id"_a, "role"_a,
