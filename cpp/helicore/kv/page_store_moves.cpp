@@ -107,9 +107,8 @@ void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
   add_after(filled(to.id));
   // NOTE: where the stream is the caller's own thread a step that is not done is waited for without
   // the lock, which whoever ends the step needs.
-  const bool hangs_on_step = std::any_of(after_.begin(), after_.end(), [&](TimePoint point) {
-    return !device_.is_waitable(point);
-  });
+  const bool hangs_on_step = std::any_of(
+      after_.begin(), after_.end(), [&](TimePoint point) { return !device_.is_waitable(point); });
   if (source.level == kHotLevel && !hangs_on_step) {
     if (!after_.empty()) device_.wait(stream, after_);
     device_.copy_on(stream, tasks_);
