@@ -21,16 +21,19 @@ void reserve_amortised(std::vector<T>& values, size_t count) {
 
 }  // namespace
 
-KVCache::KVCache(ManagerState& state, const CreateArgs& args)
+KVCacheFields::KVCacheFields(ManagerState& state, const CreateArgs& args)
     : state_(&state),
       tokens_per_block_(state.config.tokens_per_block),
+      is_plain_(!state.ssm && !state.has_windows),
       needs_state_(state.ssm.has_value()),
       retention_(args.retention),
       tables_(state.num_life_cycles),
       id_(args.id.value_or(state.next_id)),
       serial_(state.next_id),
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
-      scope_(args.scope) {
+      scope_(args.scope) {}
+
+KVCache::KVCache(ManagerState& state, const CreateArgs& args) : KVCacheFields(state, args) {
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
   const NodeId root = state.tree.find_or_create_root(scope_);
   std::vector<NodeId>& path = state.path_scratch;
@@ -221,9 +224,11 @@ KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,
                  "capacity must be >= history_length, got ", new_capacity, " < ", new_history);
   HELICORE_CHECK(new_capacity <= INT32_MAX - tokens_per_block_, "kv.resize",
                  "capacity must be < 2^31 - tokens_per_block, got ", new_capacity);
-  const int32_t blocks = ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_);
-  HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
-                 " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
+  if (!has_blocks_for(new_capacity)) {
+    const int32_t blocks = ceil_div(static_cast<int32_t>(new_capacity), tokens_per_block_);
+    HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
+                   " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
+  }
   return {static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
 }
 
@@ -244,20 +249,25 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (may_share_ || is_lost_ || ceil_div(cursors.capacity, tokens_per_block_) != num_blocks_ ||
-      makes_stale(cursors.history)) {
+  // A commit may have adopted a page that is still on its way: the stream has yet to wait for it.
+  if (may_share_ || is_lost_ || !waits_.empty() || !has_blocks_for(cursors.capacity) ||
+      cursors.capacity <= int64_t{num_blocks_ - 1} * tokens_per_block_ ||
+      (!is_plain_ && makes_stale(cursors.history))) {
     return false;
   }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
-  last_failure_.reset();
+  lengths_.add(capacity_, history_length_);
+  if (has_failed_) forget_failure();
   return true;
 }
 
 bool KVCache::fills_no_block(size_t num_tokens) const noexcept {
-  return !may_share_ && !is_lost_ && !state_->ssm &&
+  return !may_share_ && !is_lost_ &&
          tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_) &&
-         !makes_stale(std::max(history_length_, num_committed_ + static_cast<int32_t>(num_tokens)));
+         (is_plain_ || (!state_->ssm &&
+                        !makes_stale(std::max(history_length_,
+                                              num_committed_ + static_cast<int32_t>(num_tokens)))));
 }
 
 bool KVCache::makes_stale(int32_t history) const noexcept {
@@ -363,8 +373,14 @@ void IndexTable::move_to_own(size_t size, size_t count) {
   is_external = false;
 }
 
+void KVCache::forget_failure() noexcept {
+  last_failure_.reset();
+  has_failed_ = false;
+}
+
 bool KVCache::fail(const NoRoom& reason, uint64_t& counter) noexcept {
   last_failure_ = reason;
+  has_failed_ = true;
   ++counter;
   return false;
 }

@@ -7,14 +7,15 @@
 #include <span>
 #include <vector>
 
-#include "helicore/core/typed_index.h"
 #include "helicore/core/types.h"
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
 #include "helicore/kv/index_table.h"
+#include "helicore/kv/kv_cache_fields.h"
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/planned_drop.h"
 #include "helicore/kv/prefetch.h"
+#include "helicore/kv/rebalance.h"
 #include "helicore/kv/retention.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
@@ -22,7 +23,6 @@
 namespace helicore::kv {
 
 struct ManagerState;
-class KVCache;
 class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
@@ -46,7 +46,7 @@ class KVCacheManager;
 // Owner: the caller. The manager knows its open caches and must outlive them; destroying one closes
 // it. Threads: one thread drives a cache at a time; different caches of a manager may be driven by
 // different threads. A call that throws or returns false leaves the cache as it was.
-class KVCache {
+class KVCache : private KVCacheFields {
  public:
   ~KVCache();
   KVCache(const KVCache&) = delete;
@@ -141,16 +141,10 @@ class KVCache {
 
  private:
   friend class KVCacheManager;
+  friend class LevelSizer;
   friend class PrefetchTicket;
   friend struct ManagerState;
   friend struct Introspection;
-
-  struct CreateArgs {
-    ReuseScope scope;
-    std::span<const TokenId> tokens;
-    std::optional<int64_t> id;
-    Retention retention;
-  };
 
   // Matches and holds; call with the lock.
   KVCache(ManagerState& state, const CreateArgs& args);
@@ -249,6 +243,10 @@ class KVCache {
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
+  void forget_failure() noexcept;
+  [[nodiscard]] bool has_blocks_for(int64_t capacity) const noexcept {
+    return capacity <= int64_t{num_blocks_} * tokens_per_block_;
+  }
 
   // Order against the work of the cache's stream.
   [[nodiscard]] StreamHandle device_stream() const noexcept;
@@ -277,41 +275,6 @@ class KVCache {
   }
   [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
   [[nodiscard]] size_t num_tail_tokens() const noexcept { return tail_tokens_.size(); }
-
-  ManagerState* state_;  // null once the manager is gone
-  int32_t tokens_per_block_;
-  int32_t capacity_ = 0;
-  int32_t history_length_ = 0;
-  int32_t num_committed_ = 0;
-  int32_t num_blocks_ = 0;
-  int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
-  CacheStatus status_ = CacheStatus::kSuspended;
-  CommitState commit_state_ = CommitState::kAllowed;
-  bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
-  bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
-  bool may_share_ = false;    // forks may hold blocks that are not yet committed here
-  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
-                              // history_length() on ours; whoever else holds them only reads
-  bool in_batch_ = false;     // seen by the batch call that is checking its arguments
-  bool is_lost_ = false;
-  Retention retention_;
-  NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
-  std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
-  std::vector<PageHandle> pages_;     // [num_blocks][life cycle]; null: stale, or none
-  PageHandle state_page_;             // the recurrent state
-  std::vector<IndexTable> tables_;    // [life cycle]
-  std::vector<TimePoint> waits_;      // what the stream waits for before it goes on
-  std::vector<PageHandle> stale_released_;
-  std::vector<Replacement> replacements_;
-  PrefetchState prefetch_;
-  std::optional<NoRoom> last_failure_;
-  std::optional<int64_t> stream_;
-  int64_t id_;
-  int64_t serial_;
-  int32_t num_reused_ = 0;
-  std::vector<int32_t> reused_by_level_;
-  size_t registry_index_ = 0;  // in the manager's list of open caches
-  ReuseScope scope_;
 };
 
 }  // namespace helicore::kv

@@ -93,20 +93,23 @@ std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
   return child;
 }
 
-KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
+KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t> id)
     : state_(parent.state_),
       tokens_per_block_(parent.tokens_per_block_),
       commit_state_(parent.commit_state_),
+      is_plain_(parent.is_plain_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
       retention_(parent.retention_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
-      id_(id.value_or(parent.state_->next_id)),
-      serial_(parent.state_->next_id),
+      id_(id.value_or(state_->next_id)),
+      serial_(state_->next_id),
       num_reused_(parent.num_reused_),
       reused_by_level_(parent.reused_by_level_),
-      scope_(parent.scope_) {
+      scope_(parent.scope_) {}
+
+KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id) : KVCacheFields(parent, id) {
   ManagerState& state = *state_;
   const int32_t num_blocks = ceil_div(parent.history_length_, tokens_per_block_);
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));

@@ -30,6 +30,9 @@ class BatchMarks {
   Mark mark_;
 };
 
+// A resize that took pages, whose stream may have to wait for them.
+constexpr uint8_t kMayWait = 2;
+
 uint64_t address_of(const std::byte* p) { return reinterpret_cast<uint64_t>(p); }
 
 }  // namespace
@@ -79,6 +82,7 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   std::unique_ptr<KVCache> cache(
       new KVCache(*state_, {options.reuse_scope, options.input_tokens, options.id,
                             Retention(options.retention, options.priority)}));
+  state_->sizer.on_create(cache->id(), cache->num_reused_tokens());
   if (state_->config.enable_stats && !options.input_tokens.empty()) {
     KVCacheStats& stats = state_->stats;
     const int32_t block = state_->config.tokens_per_block;
@@ -218,7 +222,7 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
         continue;
       }
       if (!lock.owns_lock()) take_lock();
-      results[i] = caches[i]->resize_locked(cursors) ? 1 : 0;
+      results[i] = caches[i]->resize_locked(cursors) ? kMayWait : 0;
     }
     if (!lock.owns_lock()) return;
     state_->verify();
@@ -226,7 +230,7 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     error = std::current_exception();
   }
   for (size_t i = 0; i < caches.size(); ++i) {
-    if (results[i] == 0) continue;
+    if (results[i] != kMayWait) continue;
     results[i] = caches[i]->finish_waits(state_->stats.failed_resizes) ? 1 : 0;
   }
   if (error) std::rethrow_exception(error);
@@ -365,6 +369,7 @@ int32_t KVCacheManager::page_index_scale(int32_t layer_id, const std::string& ro
 
 int64_t KVCacheManager::page_index_upper_bound(int32_t layer_id, const std::string& role) const {
   const BufferAttr& buffer = buffer_attr(layer_id, role);
+  const std::shared_lock lock(state_->mutex);
   return buffer.page_index_upper_bound(state_->levels[0].split.num_slots[buffer.group]);
 }
 
@@ -401,6 +406,7 @@ std::vector<std::vector<int32_t>> KVCacheManager::layer_grouping() const {
 
 std::vector<PoolGroupDesc> KVCacheManager::pool_group_descs() const {
   std::vector<PoolGroupDesc> descs;
+  const std::shared_lock lock(state_->mutex);
   for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const PoolGroupLayout& shape = state_->layout.groups()[group];

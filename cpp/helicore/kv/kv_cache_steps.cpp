@@ -38,7 +38,8 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
   owns_rows_ = true;
-  last_failure_.reset();
+  lengths_.add(capacity_, history_length_);
+  forget_failure();
   return true;
 }
 
@@ -95,7 +96,7 @@ std::vector<Yield> KVCache::count_yields(int32_t history) const {
     for (int32_t b = std::max(after.begin, before.end); b < end; ++b) {
       if (page(b, lc).is_null() || keeps_stale_until_commit(b, lc)) continue;
       const PageRecord& record = state.store.page(page(b, lc).id);
-      if (record.hold_count > 1) continue;
+      if (record.hold_count > 1 || state.store.is_beyond_limit(page(b, lc).id)) continue;
       Yield& yield = yields[state.group_of(lc)];
       ++(record.node == kNoNode ? yield.freed : yield.droppable);
     }
@@ -250,7 +251,7 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
   status_ = CacheStatus::kActive;
   owns_rows_ = true;
   lock_pages();
-  last_failure_.reset();
+  forget_failure();
   ++state.num_active;
   ++state.stats.num_resumes;
   return true;
@@ -328,6 +329,7 @@ void KVCache::close_locked() {
     }
   }
   commit_state_ = CommitState::kUserStop;
+  state_->sizer.on_close(id_, lengths_);
   release_state();
   shrink_locked(0);
   state_->tree.unpin(tail_node_);

@@ -12,6 +12,7 @@
 
 #include "helicore/kv/config.h"
 #include "helicore/kv/layout.h"
+#include "helicore/kv/level_sizer.h"
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/migration.h"
 #include "helicore/kv/operation_sink.h"
@@ -39,8 +40,10 @@ inline constexpr bool kDebugChecks = false;
 // What was decided about each level at construction, or by the last resize.
 struct LevelState {
   CacheTier tier = CacheTier::kHostMem;
-  int64_t grain = 0;  // bytes
-  QuotaSplit split;
+  int64_t grain = 0;                           // bytes
+  QuotaSplit split{};                          // slots whose memory is there, kept up to date
+  int64_t max_quota = 0;                       // bytes: the most that a resize may ask for
+  TypedVec<PoolGroupId, int32_t> max_slots{};  // for which addresses are reserved
 };
 
 struct ManagerState {
@@ -72,6 +75,7 @@ struct ManagerState {
   std::unordered_map<uint64_t, uint32_t> planned_drops;  // page tag -> plans that name it
   RetentionTimers timers;
   std::function<int64_t()> now_ns;  // a monotonic clock; see read_clock()
+  LevelSizer sizer;
   int64_t next_plan = 0;
   KVCacheManager* owner = nullptr;
   int64_t next_id = 0;

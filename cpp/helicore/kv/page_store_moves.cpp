@@ -76,9 +76,11 @@ void PageStore::settle_on_copy(PageId id) {
 }
 
 void PageStore::relocate(PageId id, int level, SlotId slot, TimePoint done) {
-  dequeue(id);
   PageRecord& page = pages_[id];
   const int old_level = page.level;
+  // Within its level a page keeps its place in the queue.
+  if (old_level != level) dequeue(id);
+  if (page.queued && is_beyond_limit(id)) --home(page).num_queued_beyond;
   const SlotId old_slot = page.slot;
   add_use(id, done);
   const TimePoint old_use = join(filled(id), last_use(id));
@@ -168,16 +170,40 @@ void PageStore::grow_group(int level, PoolGroupId group_id, int32_t num_slots) {
   group.last_use.resize(count);
 }
 
-void PageStore::shrink_to(int level, PoolGroupId group, int32_t num_slots) noexcept {
-  at(level).groups[group].slots.set_limit(num_slots);
+void PageStore::set_limit(int level, PoolGroupId group_id, int32_t limit) noexcept {
+  Group& group = at(level).groups[group_id];
+  group.slots.set_limit(limit, device_);
+  group.num_queued_beyond = 0;
+  for (PageId id = group.queue.front(); id != kNoPage; id = group.queue.after(pages_, id)) {
+    group.num_queued_beyond += is_beyond_limit(id) ? 1 : 0;
+  }
+}
+
+void PageStore::drop_copies_beyond_limit(int level, PoolGroupId group_id) {
+  Group& group = at(level).groups[group_id];
+  for (const CleanCopy& copy : group.clean) {
+    if (copy.slot.value() >= group.slots.limit() && is_current(copy, level)) {
+      drop_copy(copy.page.id);
+    }
+  }
+}
+
+int32_t PageStore::num_clean_below_limit(int level, PoolGroupId group_id) const noexcept {
+  const Group& group = at(level).groups[group_id];
+  if (group.slots.limit() == group.slots.capacity()) return group.num_clean;
+  int32_t count = group.num_clean;
+  for (const PageRecord& page : pages_.records()) {
+    const bool is_beyond = page.in_use && page.copy_slot.value() >= group.slots.limit() &&
+                           page.copy_level == level && page.pool_group == group_id.value();
+    count -= is_beyond ? 1 : 0;
+  }
+  return count;
 }
 
 bool PageStore::finish_shrink(int level, PoolGroupId group_id) {
   Group& group = at(level).groups[group_id];
   const int32_t limit = group.slots.limit();
-  for (const CleanCopy& copy : group.clean) {
-    if (copy.slot.value() >= limit && is_current(copy, level)) drop_copy(copy.page.id);
-  }
+  drop_copies_beyond_limit(level, group_id);
   if (limit == group.slots.capacity()) return true;
   if (!group.slots.is_tail_free(device_)) return false;
   for (size_t p = 0; p < group.pools.size(); ++p) {

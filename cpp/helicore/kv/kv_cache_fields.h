@@ -1,0 +1,77 @@
+// What a cache remembers. Internal: the members of KVCache, apart from what it does.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "helicore/core/types.h"
+#include "helicore/kv/index_table.h"
+#include "helicore/kv/page_slab.h"
+#include "helicore/kv/prefetch.h"
+#include "helicore/kv/rebalance.h"
+#include "helicore/kv/retention.h"
+#include "helicore/kv/timeline.h"
+#include "helicore/kv/types.h"
+
+namespace helicore::kv {
+
+struct ManagerState;
+
+class KVCacheFields {
+ protected:
+  struct CreateArgs {
+    ReuseScope scope;
+    std::span<const TokenId> tokens;
+    std::optional<int64_t> id;
+    Retention retention;
+  };
+
+  KVCacheFields(ManagerState& state, const CreateArgs& args);
+  // Of a fork of `parent`: no blocks, no cursors yet.
+  KVCacheFields(const KVCacheFields& parent, std::optional<int64_t> id);
+  KVCacheFields(const KVCacheFields&) = delete;
+  KVCacheFields& operator=(const KVCacheFields&) = delete;
+  ~KVCacheFields() = default;
+
+  ManagerState* state_;  // null once the manager is gone
+  int32_t tokens_per_block_;
+  int32_t capacity_ = 0;
+  int32_t history_length_ = 0;
+  int32_t num_committed_ = 0;
+  int32_t num_blocks_ = 0;
+  int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
+  CacheStatus status_ = CacheStatus::kSuspended;
+  CommitState commit_state_ = CommitState::kAllowed;
+  bool is_plain_ = true;      // full attention only: no block ever becomes stale
+  bool has_failed_ = false;   // last_failure_ is set
+  bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
+  bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
+  bool may_share_ = false;    // forks may hold blocks that are not yet committed here
+  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
+                              // history_length() on ours; whoever else holds them only reads
+  bool in_batch_ = false;     // seen by the batch call that is checking its arguments
+  bool is_lost_ = false;
+  NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
+  std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
+  LengthMeans lengths_{};             // over its resizes
+  Retention retention_;
+  std::vector<PageHandle> pages_;   // [num_blocks][life cycle]; null: stale, or none
+  PageHandle state_page_;           // the recurrent state
+  std::vector<IndexTable> tables_;  // [life cycle]
+  std::vector<TimePoint> waits_;    // what the stream waits for before it goes on
+  std::vector<PageHandle> stale_released_;
+  std::vector<Replacement> replacements_;
+  PrefetchState prefetch_;
+  std::optional<NoRoom> last_failure_;
+  std::optional<int64_t> stream_;
+  int64_t id_;
+  int64_t serial_;
+  int32_t num_reused_ = 0;
+  std::vector<int32_t> reused_by_level_;
+  size_t registry_index_ = 0;  // in the manager's list of open caches
+  ReuseScope scope_;
+};
+
+}  // namespace helicore::kv
