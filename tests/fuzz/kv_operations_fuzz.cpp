@@ -43,21 +43,6 @@ constexpr int kMaxOperations = 400;
   std::abort();
 }
 
-// Runs the calls of an operation log, as a regression input.
-void run_log(std::span<const uint8_t> bytes) {
-  try {
-    const auto log = OperationLog::parse(std::as_bytes(bytes));
-    Replayer replayer(log, {.check_every = 1});
-    // Later builds may answer otherwise: what counts is that no call breaks anything.
-    while (replayer.next() < log.operations.size()) {
-      const auto difference = replayer.step();
-      if (difference && difference->what.starts_with("broken invariant")) report(difference->what);
-    }
-  } catch (const std::exception& error) {
-    report(error.what());
-  }
-}
-
 // Drives a manager; the log of its calls when it is to be replayed. With a path the calls are
 // written there before they run.
 std::optional<OperationLog> drive(ByteSource& source, bool replays, const std::string& log_path) {
@@ -112,6 +97,21 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 namespace {
 
 namespace fs = std::filesystem;
+
+// Runs the calls of an operation log, as a regression input.
+void run_log(std::span<const uint8_t> bytes) {
+  try {
+    const auto log = OperationLog::parse(std::as_bytes(bytes));
+    Replayer replayer(log, {.check_every = 1});
+    // Later builds may answer otherwise: what counts is that no call breaks anything.
+    while (replayer.next() < log.operations.size()) {
+      const auto difference = replayer.step();
+      if (difference && difference->what.starts_with("broken invariant")) report(difference->what);
+    }
+  } catch (const std::exception& error) {
+    report(error.what());
+  }
+}
 
 // Random bytes; longer ones fill the pools.
 std::vector<uint8_t> generated_input(uint64_t seed) {

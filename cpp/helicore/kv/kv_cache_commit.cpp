@@ -57,11 +57,18 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
     page(ordinal, lc) = PageHandle();
     ++state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].released_pages;
   }
+  raise_above(result.node);
   if (retention_.expires()) start_retention(result.node, ordinal);
   ++state.stats.committed_blocks;
   state.tree.pin(result.node);
   state.tree.unpin(tail_node_);
   tail_node_ = result.node;
+}
+
+void KVCache::raise_above(NodeId node) {
+  std::vector<PageHandle>& raised = state_->handles_scratch;
+  raised.clear();
+  state_->tree.raise_above(node, raised);
 }
 
 void KVCache::start_retention(NodeId node, int32_t ordinal) {
@@ -73,6 +80,7 @@ void KVCache::start_retention(NodeId node, int32_t ordinal) {
       state_->timers.add(at, state_->store.pages().handle(page), retention_.base());
     }
   }
+  for (PageHandle page : state_->handles_scratch) state_->timers.add(at, page, retention_.base());
 }
 
 void KVCache::adopt_block(NodeId node, int32_t ordinal) {
@@ -163,7 +171,7 @@ void KVCache::publish_tail() {
     pages[lc] = own;
     any = true;
   }
-  if (any) (void)state_->tree.insert(tail_node_, tail_tokens_, pages);
+  if (any) raise_above(state_->tree.insert(tail_node_, tail_tokens_, pages).node);
 }
 
 NodeId KVCache::insert_tail_copies() {
@@ -190,6 +198,7 @@ NodeId KVCache::insert_tail_copies() {
     throw;
   }
   const NodeId node = state.tree.insert(tail_node_, tail_tokens_, copies).node;
+  raise_above(node);
   give_up();  // to the tree
   return node;
 }

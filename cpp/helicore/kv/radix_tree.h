@@ -104,6 +104,9 @@ class RadixTree {
 
   // The highest priority of a page of the life cycle in the children of the node; 0 without any.
   [[nodiscard]] uint8_t highest_priority_below(NodeId node, size_t life_cycle) const;
+  // Pages in front of the node's become worth as much as it, where retention had run out for them;
+  // adds them to `raised`.
+  void raise_above(NodeId node, std::vector<PageHandle>& raised);
   // Tells listeners that a page of the node has `priority` now, when none was that high before.
   void priority_raised(NodeId node, uint8_t priority) noexcept;
   void pin(NodeId node) noexcept { ++nodes_[node.value()].num_pins; }

@@ -104,4 +104,20 @@ uint8_t RadixTree::highest_priority_below(NodeId node, size_t life_cycle) const 
   return highest;
 }
 
+void RadixTree::raise_above(NodeId node, std::vector<PageHandle>& raised) {
+  for (size_t lc = 0; lc < num_life_cycles_; ++lc) {
+    const PageId page = pages(node)[lc];
+    if (page == kNoPage) continue;
+    const uint8_t priority = store_.page(page).priority;
+    for (NodeId above = nodes_[node.value()].parent; nodes_[above.value()].parent != kNoNode;
+         above = nodes_[above.value()].parent) {
+      const PageId needed = pages(above)[lc];
+      if (needed == kNoPage || store_.page(needed).priority >= priority) break;
+      store_.set_priority(needed, priority);
+      priority_raised(above, priority);
+      raised.push_back(store_.pages().handle(needed));
+    }
+  }
+}
+
 }  // namespace helicore::kv

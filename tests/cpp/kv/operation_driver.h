@@ -331,7 +331,7 @@ class OperationDriver {
 
   void wild_stream(Sequence& sequence) {
     KVCache& cache = *sequence.cache;
-    const int64_t none = source_.one_in(2) ? INT64_MIN : -100000;
+    const int64_t none = source_.one_in(2) ? INT64_MIN : -100000;  // no step stream
     attempt("set_stream", Must::kThrow, [&] {
       cache.set_stream(none);
       return true;
@@ -347,7 +347,10 @@ class OperationDriver {
       manager_.complete_step(stream.handle, stream.submitted + 1);
       return true;
     });
-    cache.set_stream(some_stream().value_or(0));
+    attempt("set_stream", Must::kEither, [&] {
+      cache.set_stream(some_stream().value_or(0));
+      return true;
+    });
   }
 
   void probe() {
