@@ -134,7 +134,6 @@ def test_tiers_know_their_kind(tmp_path: Any) -> None:
     disk.assert_valid()
 
 
-
 def test_enums_have_the_published_values() -> None:
     assert [tier.value for tier in kv.CacheTier] == [0, 1, 2]
     assert (kv.CacheDomain.TARGET.value, kv.CacheDomain.DRAFT.value) == (0, 1)
