@@ -19,7 +19,7 @@ from .names import (
 )
 from .stats import Pending
 from .tokens import Tokens, decode, encode
-from .values import LifeCycle, PlannedDropHandle, ReuseScope, ScratchDesc
+from .values import HalfOpenRange, LifeCycle, PlannedDropHandle, ReuseScope, ScratchDesc
 
 if TYPE_CHECKING:
     from .manager import KVCacheManager
@@ -254,12 +254,15 @@ class _KVCache:
         return self._native.ssm_base_index
 
     def get_scratch_desc(self, layer_group_id: int) -> ScratchDesc | None:
-        """None: there are no scratch blocks."""
-        return None
+        """Blocks that share slots in this step; None when there are none."""
+        found = self._native.get_scratch_desc(layer_group_id)
+        if found is None:
+            return None
+        return ScratchDesc(HalfOpenRange(*found.range), found.slot_ids)
 
     def supports_index_mode(self, mode: PageIndexMode) -> bool:
-        """Both modes: there are no scratch blocks."""
-        return True
+        """PER_LAYER always; SHARED when there can be no scratch blocks."""
+        return self._native.supports_index_mode(mode)
 
     # ---- read and write
 
@@ -310,12 +313,12 @@ class _KVCache:
 
     @property
     def enable_swa_scratch_reuse(self) -> bool:
-        return False
+        return self._native.enable_swa_scratch_reuse
 
     @enable_swa_scratch_reuse.setter
     def enable_swa_scratch_reuse(self, enable: bool) -> None:
-        if enable:
-            raise ValueError("enable_swa_scratch_reuse: the manager has no scratch blocks")
+        with translated():
+            self._native.enable_swa_scratch_reuse = enable
 
     @property
     def text_only(self) -> bool:
@@ -374,4 +377,4 @@ class _KVCache:
 
     @property
     def has_scratch_slots(self) -> bool:
-        return False
+        return self._native.has_scratch_slots

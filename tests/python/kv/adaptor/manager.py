@@ -76,8 +76,7 @@ class Layout:
     def get_mem_pool_base_address(
         self, layer_id: int, data_role: str, index_mode: PageIndexMode | None = None
     ) -> int:
-        mode = PageIndexMode.SHARED if index_mode is None else index_mode
-        return self._native.get_mem_pool_base_address(layer_id, data_role, mode)
+        return self._native.get_mem_pool_base_address(layer_id, data_role, index_mode)
 
     def get_page_stride(self, layer_id: int, data_role: str) -> int:
         return self._native.get_page_stride(layer_id, data_role)
@@ -156,9 +155,9 @@ class Layout:
     def tokens_per_block(self) -> int:
         return self._native.tokens_per_block
 
-    def supports_index_mode(self, mode: PageIndexMode) -> bool:
-        """Both: there are no scratch blocks."""
-        return True
+    def supports_index_mode(self, mode: PageIndexMode) -> bool | None:
+        """None: it depends on the cache."""
+        return self._native.supports_index_mode(mode)
 
     def get_life_cycle_pool_group_indices(self, level: int = 0) -> list[int]:
         """By layer group; every level has the same pool groups."""

@@ -169,10 +169,9 @@ class PageIndexConverter:
         index_mode: kv.PageIndexMode | None = None,
         scratch: ScratchDesc | None = None,
     ) -> list[int]:
-        if scratch:
-            raise NotImplementedError("there are no scratch blocks")
         mode = kv.PageIndexMode.SHARED if index_mode is None else index_mode
-        return self._native(base_page_indices, mode)
+        native = None if scratch is None else kv.ScratchDesc(tuple(scratch.range), scratch.slot_ids)
+        return self._native(base_page_indices, mode, native)
 
 
 class PlannedDropHandle:
