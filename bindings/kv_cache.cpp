@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "gil.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv_casters.h"
 
@@ -55,21 +56,17 @@ class RowKeeper {
 }  // namespace
 }  // namespace helicore::bindings
 
-// Closing takes the manager's lock, which another thread may hold for long and give up only after
-// it got the GIL: a cache that Python lets go of is destroyed without it.
+// Both take the manager's lock.
 template <>
 void nanobind::detail::wrap_destruct<helicore::kv::KVCache>(void* value) noexcept {
   auto* cache = static_cast<helicore::kv::KVCache*>(value);
   const auto rows = helicore::bindings::RowKeeper::instance().take(cache);
-  const nanobind::gil_scoped_release release;
-  cache->~KVCache();
+  helicore::bindings::destroy_without_gil<helicore::kv::KVCache>(value);
 }
 
-// The same for a plan that drops its pages as it goes.
 template <>
 void nanobind::detail::wrap_destruct<helicore::kv::PlannedDrop>(void* value) noexcept {
-  const nanobind::gil_scoped_release release;
-  static_cast<helicore::kv::PlannedDrop*>(value)->~PlannedDrop();
+  helicore::bindings::destroy_without_gil<helicore::kv::PlannedDrop>(value);
 }
 
 namespace helicore::bindings {

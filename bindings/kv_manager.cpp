@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "gil.h"
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv_casters.h"
@@ -14,9 +15,16 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+// Waits for copies that are under way.
+template <>
+void nanobind::detail::wrap_destruct<helicore::kv::KVCacheManager>(void* value) noexcept {
+  helicore::bindings::destroy_without_gil<helicore::kv::KVCacheManager>(value);
+}
+
 namespace helicore::bindings {
 
 void bind_recording_methods(nb::class_<kv::KVCacheManager>& cls);
+void bind_sizing_methods(nb::class_<kv::KVCacheManager>& cls);
 
 namespace {
 
@@ -260,6 +268,7 @@ void bind_manager(nb::module_& m) {
                    "Blocks that fit when nothing else is there.");
   bind_layout_queries(cls);
   bind_recording_methods(cls);
+  bind_sizing_methods(cls);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 //   kv_operations_corpus --generate 500                runs 500 generated inputs
 //   kv_operations_corpus --write-seeds FOLDER 200      writes them as files
 //   kv_operations_corpus --log calls.ops INPUT         runs one and records it, written ahead
-//   kv_operations_corpus INPUT|FOLDER...               runs files
+//   kv_operations_corpus INPUT|LOG.ops|FOLDER...       runs files, inputs or logs of calls
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -15,6 +15,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -29,7 +31,9 @@ namespace {
 using namespace helicore::kv;
 using helicore::kv::testing::ByteSource;
 using helicore::kv::testing::driver_config;
+using helicore::kv::testing::driver_device;
 using helicore::kv::testing::DriverConfig;
+using helicore::kv::testing::inject_faults;
 using helicore::kv::testing::OperationDriver;
 
 constexpr int kMaxOperations = 400;
@@ -39,22 +43,55 @@ constexpr int kMaxOperations = 400;
   std::abort();
 }
 
-// Aborts when anything is wrong. With a path the calls are written there before they run.
+// Runs the calls of an operation log, as a regression input.
+void run_log(std::span<const uint8_t> bytes) {
+  try {
+    const auto log = OperationLog::parse(std::as_bytes(bytes));
+    Replayer replayer(log, {.check_every = 1});
+    // Later builds may answer otherwise: what counts is that no call breaks anything.
+    while (replayer.next() < log.operations.size()) {
+      const auto difference = replayer.step();
+      if (difference && difference->what.starts_with("broken invariant")) report(difference->what);
+    }
+  } catch (const std::exception& error) {
+    report(error.what());
+  }
+}
+
+// Drives a manager; the log of its calls when it is to be replayed. With a path the calls are
+// written there before they run.
+std::optional<OperationLog> drive(ByteSource& source, bool replays, const std::string& log_path) {
+  const DriverConfig config = driver_config(source);
+  const bool is_recorded = replays || !log_path.empty();
+  auto [device, fake] = driver_device(config, !is_recorded);
+  const auto ledger = fake == nullptr ? nullptr : fake->ledger();
+  std::optional<OperationLog> log;
+  {
+    KVCacheManager manager(config.config, std::move(device));
+    if (config.may_fail) inject_faults(*fake, !is_recorded);
+    if (is_recorded) {
+      manager.start_recording(
+          {.path = log_path, .state_every = 1, .write_ahead = !log_path.empty()});
+    }
+    OperationDriver(manager, config, fake, source).run(kMaxOperations);
+    if (is_recorded) {
+      const auto summary = manager.stop_recording();
+      if (!summary.problem.empty()) report("the recording ended: " + summary.problem);
+      if (log_path.empty()) log = OperationLog::parse(summary.bytes);
+    }
+  }
+  if (ledger != nullptr && !ledger->violations.empty()) report(ledger->violations.front());
+  if (ledger != nullptr && ledger->num_pools > 0) report("pools outlive their manager");
+  return log;
+}
+
+// Aborts when anything is wrong.
 void run_input(std::span<const uint8_t> input, const std::string& log_path) {
   ByteSource source(input);
-  const bool replays = source.one_in(4);
   try {
-    const DriverConfig config = driver_config(source);
-    KVCacheManager manager(config.config);
-    if (!log_path.empty()) {
-      manager.start_recording({.path = log_path, .state_every = 1, .write_ahead = true});
-    } else if (replays) {
-      manager.start_recording({.state_every = 1});
-    }
-    OperationDriver(manager, config.is_plain, source).run(kMaxOperations);
-    if (!manager.is_recording() || !log_path.empty()) return;
-    const auto log = OperationLog::parse(manager.stop_recording().bytes);
-    const auto result = Replayer(log, {.check_every = 0}).run();
+    const auto log = drive(source, source.one_in(4), log_path);
+    if (!log) return;
+    const auto result = Replayer(*log, {.check_every = 0}).run();
     if (result.difference) report("the replay differs: " + describe(result));
   } catch (const std::exception& error) {
     report(error.what());
@@ -91,9 +128,14 @@ std::vector<uint8_t> read_file(const fs::path& path) {
   return {content.begin(), content.end()};
 }
 
+void run_file(const fs::path& path, const std::string& log_path) {
+  if (path.extension() == ".ops") return run_log(read_file(path));
+  run_input(read_file(path), log_path);
+}
+
 size_t run_path(const fs::path& path, const std::string& log_path) {
   if (!fs::is_directory(path)) {
-    run_input(read_file(path), log_path);
+    run_file(path, log_path);
     return 1;
   }
   std::vector<fs::path> files;
@@ -101,7 +143,7 @@ size_t run_path(const fs::path& path, const std::string& log_path) {
     if (entry.is_regular_file()) files.push_back(entry.path());
   }
   std::sort(files.begin(), files.end());
-  for (const fs::path& file : files) run_input(read_file(file), log_path);
+  for (const fs::path& file : files) run_file(file, log_path);
   return files.size();
 }
 

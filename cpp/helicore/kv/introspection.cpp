@@ -115,10 +115,11 @@ void check_cache(const ManagerState& state, const KVCache& cache,
 
 // Slots of one pool group on one level as the pages use them.
 struct SlotUse {
-  int32_t in_use = 0;
+  int32_t in_use = 0;  // below the limit
   int32_t clean = 0;
   int32_t queued = 0;
-  std::vector<bool> taken;
+  int32_t limit = 0;
+  std::vector<bool> taken;  // [capacity]
 };
 
 void take(SlotUse& use, SlotId slot) {
@@ -126,7 +127,7 @@ void take(SlotUse& use, SlotId slot) {
   HELICORE_ASSERT(index < use.taken.size() && !use.taken[index], kWhere, "slot ", slot,
                   " has two pages");
   use.taken[index] = true;
-  ++use.in_use;
+  use.in_use += slot.value() < use.limit ? 1 : 0;
 }
 
 void check_page(const ManagerState& state, PageId id, const Uses& use) {
@@ -153,9 +154,10 @@ void check_pages(const ManagerState& state, const std::unordered_map<PageId, Use
   for (size_t level = 0; level < slots.size(); ++level) {
     for (size_t g = 0; g < store.num_groups(); ++g) {
       const PoolGroupId group(static_cast<int32_t>(g));
+      const SlotAllocator& allocator = store.slots(group, static_cast<int>(level));
       slots[level].emplace_back();
-      slots[level][g].taken.resize(
-          static_cast<size_t>(store.counts(group, static_cast<int>(level)).total));
+      slots[level][g].limit = allocator.limit();
+      slots[level][g].taken.resize(static_cast<size_t>(allocator.capacity()));
     }
   }
   for (size_t i = 0; i < store.pages().num_records(); ++i) {
@@ -166,7 +168,7 @@ void check_pages(const ManagerState& state, const std::unordered_map<PageId, Use
     check_page(state, id, it == uses.end() ? Uses{} : it->second);
     SlotUse& home = slots[page.level][page.pool_group];
     take(home, page.slot);
-    home.queued += page.queued ? 1 : 0;
+    home.queued += page.queued && page.slot.value() < home.limit ? 1 : 0;
     if (page.copy_slot.value() < 0) continue;
     HELICORE_ASSERT(page.copy_level > page.level, kWhere, "copy of page ", id);
     take(slots[page.copy_level][page.pool_group], page.copy_slot);
@@ -179,11 +181,11 @@ void check_pages(const ManagerState& state, const std::unordered_map<PageId, Use
       const PoolGroupCounts counts = store.counts(group, static_cast<int>(level));
       const SlotUse& use = slots[level][g];
       const SlotAllocator& allocator = store.slots(group, static_cast<int>(level));
-      HELICORE_ASSERT(allocator.limit() < allocator.capacity() ||
-                          counts.free + counts.pending + use.in_use == counts.total,
-                      kWhere, "slots of group ", group, " on level ", level, ": ", counts.free,
-                      " free + ", counts.pending, " pending + ", use.in_use,
-                      " in use != ", counts.total);
+      HELICORE_ASSERT(counts.free + counts.pending + use.in_use == counts.total, kWhere,
+                      "slots of group ", group, " on level ", level, ": ", counts.free, " free + ",
+                      counts.pending, " pending + ", use.in_use, " in use != ", counts.total);
+      HELICORE_ASSERT(allocator.capacity() == state.levels[level].split.num_slots[group], kWhere,
+                      "split of group ", group, " on level ", level);
       HELICORE_ASSERT(counts.clean == use.clean, kWhere, "copies of group ", group);
       HELICORE_ASSERT(counts.evictable == use.queued, kWhere, "queue length of group ", group);
       HELICORE_ASSERT(allocator.num_double_releases() == 0, kWhere, "double release in group ",

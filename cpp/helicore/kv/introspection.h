@@ -23,6 +23,7 @@ struct Introspection {
   static PageHandle state_page(const KVCache& cache) { return cache.state_page_; }
   static NodeId tail_node(const KVCache& cache) { return cache.tail_node_; }
   static std::span<const TokenId> tail_tokens(const KVCache& cache) { return cache.tail_tokens_; }
+  static const PrefetchState& prefetch(const KVCache& cache) { return cache.prefetch_; }
   static bool may_share(const KVCache& cache) { return cache.may_share_; }
   static std::span<const PageHandle> scratch_pages(const KVCache& cache, size_t life_cycle) {
     return cache.scratch_.pages(life_cycle);

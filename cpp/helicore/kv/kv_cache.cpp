@@ -108,6 +108,7 @@ bool KVCache::resume(std::optional<int64_t> stream) {
   {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
+    state_->check_stream(stream);
     const bool resumed = resume_locked(stream);
     state_->verify();
     if (!resumed) return false;
@@ -202,6 +203,7 @@ void KVCache::flush_waits() {
 }
 
 bool KVCache::finish_waits(uint64_t& failure_counter) {
+  if (auto* sink = noting(*state_)) sink->next_stage();
   flush_waits();
   if (!state_->has_new_failures()) return true;
   const std::unique_lock lock(state_->mutex);
@@ -253,13 +255,15 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 }
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
-  if (may_share_ || is_lost_ || !has_blocks_for(cursors.capacity) ||
+  // A commit may have adopted a page that is still on its way: the stream has yet to wait for it.
+  if (may_share_ || is_lost_ || !waits_.empty() || !has_blocks_for(cursors.capacity) ||
       cursors.capacity <= int64_t{num_blocks_ - 1} * tokens_per_block_ ||
       (!is_plain_ && (makes_stale(cursors.history) || scratch_.concerns(cursors)))) {
     return false;
   }
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
+  lengths_.add(capacity_, history_length_);
   if (has_failed_) forget_failure();
   return true;
 }
@@ -309,6 +313,11 @@ StreamHandle KVCache::device_stream() const noexcept {
 }
 
 void KVCache::set_stream(int64_t stream) {
+  if (auto* sink = recording(state_)) return recorded::set_stream(*sink, *this, stream);
+  if (stream < 0 && state_ != nullptr) {
+    const std::unique_lock lock(state_->mutex);
+    state_->check_stream(stream);
+  }
   if (!is_active() || stream_.value_or(stream) == stream) {
     stream_ = stream;
     return;
@@ -324,10 +333,6 @@ void KVCache::set_stream(int64_t stream) {
 
 TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
-}
-
-bool KVCache::can_wait_for(TimePoint point) const {
-  return state_->device->is_waitable(point) || fence().timeline() == point.timeline();
 }
 
 void KVCache::wait_for(TimePoint point) {

@@ -7,7 +7,6 @@
 #include <span>
 #include <vector>
 
-#include "helicore/core/typed_index.h"
 #include "helicore/core/types.h"
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/errors.h"
@@ -16,6 +15,7 @@
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/planned_drop.h"
 #include "helicore/kv/prefetch.h"
+#include "helicore/kv/rebalance.h"
 #include "helicore/kv/retention.h"
 #include "helicore/kv/scratch.h"
 #include "helicore/kv/timeline.h"
@@ -24,7 +24,6 @@
 namespace helicore::kv {
 
 struct ManagerState;
-class KVCache;
 class KVCacheManager;
 
 // One sequence's blocks, page tables and cursors. Made by KVCacheManager::create_kv_cache().
@@ -135,7 +134,9 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] const ReuseScope& reuse_scope() const noexcept { return scope_; }
   [[nodiscard]] int priority() const noexcept { return retention_.base(); }
   [[nodiscard]] std::optional<int64_t> stream() const noexcept { return stream_; }
-  void set_stream(int64_t stream);  // goes on after the old one; throws while a step of it runs
+  // Goes on after the old one. Throws LogicError while a step of that runs, InvalidArgument for a
+  // negative number that is no step stream.
+  void set_stream(int64_t stream);
   // Of prefill steps with swa_scratch_reuse.
   [[nodiscard]] const ScratchSlots& scratch() const noexcept { return scratch_; }
   [[nodiscard]] ScratchSlots& scratch() noexcept { return scratch_; }
@@ -144,6 +145,7 @@ class KVCache : private KVCacheFields {
 
  private:
   friend class KVCacheManager;
+  friend class LevelSizer;
   friend class PrefetchTicket;
   friend struct ManagerState;
   friend class ScratchSlots;
@@ -163,9 +165,6 @@ class KVCache : private KVCacheFields {
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
-  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
-  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
-                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -173,7 +172,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
   [[nodiscard]] bool fills_no_block(size_t num_tokens) const noexcept;
   void commit_into_tail(std::span<const TokenId> tokens);
-  // Blocks would become stale if history grew to this.
   [[nodiscard]] bool makes_stale(int32_t history) const noexcept;
 
   // With the lock held, arguments checked.
@@ -190,7 +188,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
-  void wait_for_state();
   // What others read of our pages comes after what our stream has by now.
   void set_written_locked();
   void suspend_locked();
@@ -207,7 +204,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] NodeId tail_node_with_own_pages();
   [[nodiscard]] bool is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept;
   void close_locked();
-  // Starts the next batch of a prefetch when the last has arrived.
   void pump_prefetch();
   // Moves history on; blocks that become stale are let go, or kept until they are committed.
   void advance_history(int32_t history);
@@ -224,7 +220,6 @@ class KVCache : private KVCacheFields {
   bool add_copies(int32_t end, std::span<int32_t> need) const;
   [[nodiscard]] bool must_copy(int32_t ordinal, size_t life_cycle) const noexcept;
   [[nodiscard]] bool must_copy_state() const noexcept;
-  // Held by another cache or shown by the tree.
   [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
   [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
@@ -252,8 +247,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
-  // False for a step of another stream that is not done: only the caller can end it.
-  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
@@ -262,7 +255,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.
   [[nodiscard]] bool is_live(int32_t ordinal, size_t life_cycle) const noexcept;
-  // The node that shows a page of the block; kNoNode when none does.
   [[nodiscard]] NodeId shown_node(int32_t ordinal) const noexcept;
   [[nodiscard]] int32_t num_full_blocks() const noexcept {
     return num_committed_ / tokens_per_block_;

@@ -10,6 +10,7 @@
 #include "helicore/kv/index_table.h"
 #include "helicore/kv/page_slab.h"
 #include "helicore/kv/prefetch.h"
+#include "helicore/kv/rebalance.h"
 #include "helicore/kv/retention.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
@@ -54,6 +55,7 @@ class KVCacheFields {
   bool is_lost_ = false;
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
   std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
+  LengthMeans lengths_{};             // over its resizes
   Retention retention_;
   std::vector<PageHandle> pages_;   // [num_blocks][life cycle]; null: stale, or none
   PageHandle state_page_;           // the recurrent state

@@ -82,6 +82,7 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
   std::unique_ptr<KVCache> cache(
       new KVCache(*state_, {options.reuse_scope, options.input_tokens, options.id,
                             Retention(options.retention, options.priority)}));
+  state_->sizer.on_create(cache->id(), cache->num_reused_tokens());
   if (state_->config.enable_stats && !options.input_tokens.empty()) {
     KVCacheStats& stats = state_->stats;
     const int32_t block = state_->config.tokens_per_block;
@@ -103,6 +104,7 @@ std::unique_ptr<KVCache> KVCacheManager::create_kv_cache(const CreateOptions& op
 
 std::unique_ptr<KVCache> KVCacheManager::pin(std::span<const TokenId> tokens,
                                              const ReuseScope& scope) {
+  if (auto* sink = recording(state_.get())) return recorded::pin(*sink, *this, tokens, scope);
   scope.validate();
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -114,16 +116,21 @@ std::unique_ptr<KVCache> KVCacheManager::pin(std::span<const TokenId> tokens,
 }
 
 StreamHandle KVCacheManager::make_step_stream() {
+  if (auto* sink = recording(state_.get())) return recorded::make_step_stream(*sink, *this);
   const std::unique_lock lock(state_->mutex);
   return state_->device->make_step_stream();
 }
 
 uint64_t KVCacheManager::submit_step(StreamHandle stream) {
+  if (auto* sink = recording(state_.get())) return recorded::submit_step(*sink, *this, stream);
   const std::unique_lock lock(state_->mutex);
   return state_->device->submit_step(stream);
 }
 
 void KVCacheManager::complete_step(StreamHandle stream, uint64_t step) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::complete_step(*sink, *this, stream, step);
+  }
   const std::unique_lock lock(state_->mutex);
   state_->device->complete_step(stream, step);
 }
@@ -326,6 +333,7 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
   try {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
+    state_->check_stream(stream);
     for (size_t i = 0; i < caches.size(); ++i) {
       results[i] = caches[i]->resume_locked(stream) ? 1 : 0;
     }
@@ -369,6 +377,7 @@ int32_t KVCacheManager::page_index_scale(int32_t layer_id, const std::string& ro
 
 int64_t KVCacheManager::page_index_upper_bound(int32_t layer_id, const std::string& role) const {
   const BufferAttr& buffer = buffer_attr(layer_id, role);
+  const std::shared_lock lock(state_->mutex);
   return buffer.page_index_upper_bound(state_->levels[0].split.num_slots[buffer.group]);
 }
 
@@ -406,6 +415,7 @@ std::vector<std::vector<int32_t>> KVCacheManager::layer_grouping() const {
 
 std::vector<PoolGroupDesc> KVCacheManager::pool_group_descs() const {
   std::vector<PoolGroupDesc> descs;
+  const std::shared_lock lock(state_->mutex);
   for (size_t g = 0; g < state_->layout.groups().count(); ++g) {
     const PoolGroupId group(static_cast<int32_t>(g));
     const PoolGroupLayout& shape = state_->layout.groups()[group];

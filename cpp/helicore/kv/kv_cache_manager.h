@@ -14,8 +14,10 @@
 #include "helicore/kv/cache_device.h"
 #include "helicore/kv/config.h"
 #include "helicore/kv/event_log.h"
+#include "helicore/kv/forecast.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/layout.h"
+#include "helicore/kv/level_sizer.h"
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/stats.h"
 
@@ -47,6 +49,14 @@ struct CreateOptions {
   int priority = kPriorityDefault;           // of the pages it makes, 0..100, lower goes first
   std::optional<int64_t> expected_prompt_length = std::nullopt;  // tokens, for the miss counters
   std::span<const RetentionRange> retention{};  // what is worth more than `priority`, and how long
+};
+
+// How far an active cache will go, for a forecast.
+struct ExpectedLength {
+  const KVCache* cache = nullptr;
+  int32_t final_capacity = 0;   // tokens of its last step; at least its capacity is assumed
+  int32_t tokens_per_step = 1;  // by which capacity grows, >= 1
+  int32_t lookahead = 0;        // at the end of capacity that never become history: draft tokens
 };
 
 // One lock guards all shared state: mutating calls and the caches' slow paths take it exclusively,
@@ -100,6 +110,41 @@ class KVCacheManager {
   void truncate_many(std::span<KVCache* const> caches, std::span<const int32_t> num_tokens);
   void resume_many(std::span<KVCache* const> caches, std::optional<int64_t> stream,
                    std::span<uint8_t> results);
+
+  // Sizes; bodies in kv_cache_manager_sizing.cpp. All of it works while sequences are active, and
+  // no address changes; page_index_upper_bound() and num_slots follow what is there.
+  //
+  // Takes a level to `quota` bytes, rounded up. Growing: at once, or throws OutOfMemory and nothing
+  // changed. Shrinking waits for copies, not for sequences: when locked pages or pages that have
+  // nowhere to go are in the way, nothing changes and the result has the reason; with `best_effort`
+  // it returns without waiting, the slots that are to go are not handed out any more, and
+  // maintain() goes on. Below the least quota nothing changes. A later call takes the place of what
+  // was pending. Throws InvalidArgument for a quota of more than 8 times the first one,
+  // or 16 TiB over all pool groups.
+  [[nodiscard]] ResizeResult resize(int level, int64_t quota, bool best_effort = false);
+  // Work on levels that are on their way to other sizes, at most `max_pages` pages (>= 1); returns
+  // how many moved. To be called between steps; nothing but one load when nothing is pending.
+  int64_t maintain(int64_t max_pages);
+  [[nodiscard]] bool is_resizing() const noexcept;
+  // Whether the lengths of closed sequences ask for other shares of the pool groups, on the hot or
+  // the coldest level: see the rebalance_... fields of the config.
+  [[nodiscard]] bool need_adjustment() const;
+  // Starts to move memory between the pool groups of every level that is far enough off; maintain()
+  // goes on with it. False when there is nothing to do. Starts the cooldown in any case.
+  bool adjust();
+  // Shares of the level's bytes per pool group; targets: none before the first were learnt.
+  [[nodiscard]] std::vector<double> pool_ratios(int level = kHotLevel) const;
+  [[nodiscard]] std::optional<std::vector<double>> target_ratios(int level = kHotLevel) const;
+  // Caches of this id, which serve warm-up or captures, count for nothing in adjust().
+  void mark_stats_excluded(int64_t id);
+  [[nodiscard]] bool is_stats_excluded(int64_t id) const;
+  // The most tokens, <= upper, that one sequence can have next to batch_size - 1 of one token.
+  [[nodiscard]] int64_t clamp_max_seq_len_for_mem(int64_t batch_size, int64_t upper) const;
+  // When a request can run to its end without preempting anyone. `running`: active caches; those
+  // that are left out are taken to keep what they have for ever. No other thread may drive them
+  // meanwhile. Throws InvalidArgument.
+  [[nodiscard]] AdmissionForecast forecast_admission(std::span<const ExpectedLength> running,
+                                                     const SequencePlan& request) const;
 
   // Layout. Unknown layers, roles and groups throw InvalidArgument.
   // What page indices of the buffer count from. No mode means SHARED, and is refused with
@@ -162,6 +207,8 @@ class KVCacheManager {
  private:
   friend struct Introspection;
   void check_open(const char* where) const;
+  // Blocks from the start that other caches hold as well.
+  [[nodiscard]] int32_t count_shared_prefix(const KVCache& cache) const noexcept;
   void check_level(const char* where, int level) const;
   void check_batch(const char* where, std::span<KVCache* const> caches, size_t num_entries) const;
 

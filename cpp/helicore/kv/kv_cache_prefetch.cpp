@@ -5,6 +5,7 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 namespace {
@@ -16,6 +17,7 @@ constexpr int64_t kMaxBytesInFlight = int64_t{256} << 20;
 }  // namespace
 
 PrefetchTicket KVCache::prefetch(int level) {
+  if (auto* sink = recording(state_)) return recorded::prefetch(*sink, *this, level);
   HELICORE_KV_STATE(status_ == CacheStatus::kSuspended, "kv.prefetch", "cache ", id_, " is ",
                     name_of(status_), ", must be SUSPENDED");
   HELICORE_CHECK(level >= 0 && level < state_->store.num_levels(), "kv.prefetch",
@@ -47,7 +49,11 @@ void KVCache::pump_prefetch() {
     left.clear();
     return;
   }
-  if (state.device->bytes_in_flight() > kMaxBytesInFlight) return;
+  if (state.device->bytes_in_flight() > kMaxBytesInFlight) {
+    constexpr int64_t kYes = 1;
+    if (auto* sink = noting(state)) sink->note(OperationField::kHeldBack, std::span(&kYes, 1));
+    return;
+  }
   std::vector<PageId>& pages = state.pages_scratch;
   pages.clear();
   // What is there already is not to make room for the rest.
@@ -89,6 +95,9 @@ bool PrefetchTicket::is_done() {
   CacheDevice& device = *cache_->state_->device;
   if (!device.reached(own.arrival)) return false;
   if (own.pages.empty()) return true;
+  if (auto* sink = recording(cache_->state_)) {
+    return recorded::poll_prefetch(*sink, *cache_, *this);
+  }
   const std::unique_lock lock(cache_->state_->mutex);
   cache_->state_->begin_operation();
   cache_->pump_prefetch();
@@ -99,6 +108,9 @@ bool PrefetchTicket::is_done() {
 void PrefetchTicket::cancel() {
   if (cache_ == nullptr || cache_->prefetch_.serial != serial_) return;
   if (cache_->prefetch_.pages.empty()) return;
+  if (auto* sink = recording(cache_->state_)) {
+    return recorded::cancel_prefetch(*sink, *cache_, *this);
+  }
   cache_->prefetch_.pages.clear();
   cache_->prefetch_.is_short = true;
 }

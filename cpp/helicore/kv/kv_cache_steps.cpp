@@ -25,7 +25,9 @@ bool KVCache::resize_locked(const Cursors& cursors) {
     return fail(*reason, state.stats.failed_resizes);
   }
   if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
-  wait_for_state();
+  // The state is written in place, and forks may still copy from it. Rows of blocks don't care:
+  // those that a fork reads are not written again.
+  if (!state_page_.is_null()) wait_for(state.store.last_use(state_page_.id));
   scratch_.give_up(cursors);
   if (makes_stale(cursors.history)) {
     advance_history(cursors.history);
@@ -40,6 +42,7 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
   owns_rows_ = true;
+  lengths_.add(capacity_, history_length_);
   forget_failure();
   return true;
 }
@@ -109,7 +112,7 @@ std::vector<Yield> KVCache::count_yields(const Cursors& cursors) const {
     for (int32_t b = std::max(after.begin, before.end); b < end; ++b) {
       if (page(b, lc).is_null() || keeps_stale_until_commit(b, lc)) continue;
       const PageRecord& record = state.store.page(page(b, lc).id);
-      if (record.hold_count > 1) continue;
+      if (record.hold_count > 1 || state.store.is_beyond_limit(page(b, lc).id)) continue;
       Yield& yield = yields[state.group_of(lc)];
       ++(record.node == kNoNode ? yield.freed : yield.droppable);
     }
@@ -296,13 +299,7 @@ void KVCache::lock_pages() {
   if (state_page_.is_null()) return;
   store.lock(state_page_);
   wait_for(store.filled(state_page_.id));
-  wait_for_state();
-}
-
-void KVCache::wait_for_state() {
-  // It is written in place, and forks may still copy from it. Rows of blocks don't care: those that
-  // a fork reads are not written again.
-  if (!state_page_.is_null()) wait_for(state_->store.last_use(state_page_.id));
+  wait_for(store.last_use(state_page_.id));  // see resize_locked()
 }
 
 void KVCache::set_written_locked() {
@@ -349,6 +346,7 @@ void KVCache::close_locked() {
     }
   }
   commit_state_ = CommitState::kUserStop;
+  state_->sizer.on_close(id_, lengths_);
   release_state();
   scratch_.release_all();
   shrink_locked(0);

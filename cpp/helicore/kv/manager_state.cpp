@@ -11,8 +11,10 @@
 namespace helicore::kv {
 namespace {
 
-// How far a level may be resized: addresses that its pools reserve, in times of what they get.
+// How far a level may be resized: addresses that each of its pools reserves, in times of the quota.
 constexpr int64_t kGrowthLimit = 8;
+// Addresses that one level reserves beyond its quota: there are some 2^47 bytes of them.
+constexpr int64_t kMaxReservedBytes = int64_t{16} << 40;
 
 KVCacheManagerConfig checked(KVCacheManagerConfig config) {
   config.validate();
@@ -49,21 +51,6 @@ GroupSlots slots_of(const QuotaSplit& split) {
   return slots;
 }
 
-std::vector<LevelState> split_levels(const KVCacheManagerConfig& config,
-                                     const LifeCycleRegistry& registry, const StorageLayout& layout,
-                                     const CacheDevice& device) {
-  std::vector<LevelState> levels;
-  for (const CacheTierConfig& tier : config.cache_tiers) {
-    const int64_t bytes = quota_of(tier);
-    LevelState level{tier_of(tier), device.grain(tier_of(tier), bytes), {}};
-    level.split = levels.empty()
-                      ? split_quota(config, registry, layout, bytes, level.grain)
-                      : split_cold_quota(layout, slots_of(levels[0].split), bytes, level.grain);
-    levels.push_back(std::move(level));
-  }
-  return levels;
-}
-
 // Page indices are 32-bit: how many slots of a group they can address.
 int64_t addressable_slots(const StorageLayout& layout, PoolGroupId group) {
   int64_t most = INT32_MAX - 1;
@@ -74,23 +61,48 @@ int64_t addressable_slots(const StorageLayout& layout, PoolGroupId group) {
   return most;
 }
 
-std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config, const StorageLayout& layout,
+// Any group may come to have nearly all of the level, so each reserves addresses for that.
+void set_maxima(const StorageLayout& layout, bool is_hot, LevelState& level) {
+  const int64_t share = kMaxReservedBytes / static_cast<int64_t>(layout.groups().count());
+  level.max_quota = std::max(level.split.quota, std::min(kGrowthLimit * level.split.quota, share));
+  for (size_t g = 0; g < layout.groups().count(); ++g) {
+    const PoolGroupId group(static_cast<int32_t>(g));
+    const int64_t limit = is_hot ? addressable_slots(layout, group) : INT32_MAX - 1;
+    const int64_t most = level.max_quota / layout.groups()[group].slot_bytes();
+    level.max_slots.push_back(static_cast<int32_t>(std::min(limit, most)));
+  }
+}
+
+std::vector<LevelState> split_levels(const KVCacheManagerConfig& config,
+                                     const LifeCycleRegistry& registry, const StorageLayout& layout,
+                                     const CacheDevice& device) {
+  std::vector<LevelState> levels;
+  for (const CacheTierConfig& tier : config.cache_tiers) {
+    const int64_t bytes = quota_of(tier);
+    LevelState level{.tier = tier_of(tier), .grain = device.grain(tier_of(tier), bytes)};
+    level.split = levels.empty()
+                      ? split_quota(config, registry, layout, bytes, level.grain)
+                      : split_cold_quota(layout, slots_of(levels[0].split), bytes, level.grain);
+    set_maxima(layout, levels.empty(), level);
+    levels.push_back(std::move(level));
+  }
+  return levels;
+}
+
+std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config,
                                 const std::vector<LevelState>& levels) {
   std::vector<LevelSpec> specs;
   for (size_t i = 0; i < levels.size(); ++i) {
     LevelSpec spec{
-        levels[i].tier, levels[i].split.num_slots, levels[i].split.num_slots, {}, levels[i].grain};
+        levels[i].tier, levels[i].split.num_slots, levels[i].max_slots, {}, levels[i].grain};
     if (const auto* disk = std::get_if<DiskCacheTierConfig>(&config.cache_tiers[i])) {
       spec.directory = disk->path;
     }
     for (size_t g = 0; g < spec.num_slots.count(); ++g) {
       const PoolGroupId group(static_cast<int32_t>(g));
-      const int64_t limit = i == 0 ? addressable_slots(layout, group) : INT32_MAX - 1;
-      HELICORE_CHECK(spec.num_slots[group] <= limit, "kv.config", "cache_tiers[", i,
+      HELICORE_CHECK(spec.num_slots[group] <= spec.max_slots[group], "kv.config", "cache_tiers[", i,
                      "].quota gives ", spec.num_slots[group], " slots in pool group ", group,
-                     "; 32-bit page indices address ", limit);
-      spec.max_slots[group] =
-          static_cast<int32_t>(std::min(limit, kGrowthLimit * int64_t{spec.num_slots[group]}));
+                     "; 32-bit page indices address ", spec.max_slots[group]);
     }
     specs.push_back(std::move(spec));
   }
@@ -116,7 +128,7 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
       scratch_parts(registry.count()),
       num_life_cycles(registry.count()),
       levels(split_levels(config, registry, layout, *device)),
-      store(layout, *device, specs_of(config, layout, levels), ssm),
+      store(layout, *device, specs_of(config, levels), ssm),
       events(config.event_buffer_size, config.tokens_per_block, registry.count()),
       tree(store, registry, config.tokens_per_block, &events),
       migrator(store, tree, layout, migration_stats),
@@ -124,7 +136,8 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
       now_ns([] {
         const auto now = std::chrono::steady_clock::now().time_since_epoch();
         return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-      }) {
+      }),
+      sizer(*this) {
   for (size_t i = 0; i < num_life_cycles; ++i) {
     const LifeCycleId id(static_cast<int32_t>(i));
     life_cycle_stats[id].domain = registry[id].domain;
@@ -177,13 +190,14 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 
 void ManagerState::begin_operation() {
   fences.clear();
+  if (auto* passed = recording(this)) passed->saw_unknown_call();
   // NOTE: a device reports a failure before the point is reached, so what has arrived by now is
   // among the failures that are looked for next.
   for (DerivedCopy& copy : derived) copy.has_arrived = device->reached(copy.arrival);
   if (has_new_failures()) absorb_failures();
   std::erase_if(derived, [](const DerivedCopy& copy) { return copy.has_arrived; });
   if (timers.empty()) return;
-  for (const int64_t now = now_ns(); timers.any_due(now);) {
+  for (const int64_t now = read_clock(); timers.any_due(now);) {
     const RetentionTimers::Timer timer = timers.pop();
     if (!store.pages().is_current(timer.page)) continue;
     const PageRecord& page = store.page(timer.page.id);
@@ -193,6 +207,16 @@ void ManagerState::begin_operation() {
     const uint8_t priority = std::max(timer.priority, floor);
     if (page.priority > priority) store.set_priority(timer.page.id, priority);
   }
+}
+
+int64_t ManagerState::read_clock() {
+  const int64_t now = now_ns();
+  if (auto* sink = noting(*this)) sink->note(OperationField::kTimes, std::span(&now, 1));
+  return now;
+}
+
+void ManagerState::check_stream(std::optional<int64_t> stream) const {
+  if (stream && *stream < 0) (void)device->record(*stream);
 }
 
 void ManagerState::note_copy(PageHandle from, PageHandle to) {
@@ -219,10 +243,15 @@ void ManagerState::absorb_failures() {
     for (const DerivedCopy& copy : derived) {
       if (copy.from == handle) failed.push_back(copy.to);
     }
-    if (!store.pages().is_current(handle)) continue;
+    if (!store.pages().is_current(handle) || store.page(handle.id).lost) continue;
     ++stats.lost_pages;
     store.set_lost(handle.id);
     if (store.page(handle.id).node != kNoNode) (void)tree.drop_node(store.page(handle.id).node);
+  }
+  if (auto* sink = noting(*this)) {
+    std::vector<int64_t> lost = {sink->stage(), static_cast<int64_t>(failed.size())};
+    for (PageHandle handle : failed) lost.push_back(static_cast<int64_t>(handle.tag()));
+    sink->note(OperationField::kLost, lost);
   }
   for (KVCache* cache : caches) cache->look_for_lost_pages();
 }

@@ -12,6 +12,7 @@
 
 #include "helicore/kv/config.h"
 #include "helicore/kv/layout.h"
+#include "helicore/kv/level_sizer.h"
 #include "helicore/kv/life_cycle.h"
 #include "helicore/kv/migration.h"
 #include "helicore/kv/operation_sink.h"
@@ -39,8 +40,10 @@ inline constexpr bool kDebugChecks = false;
 // What was decided about each level at construction, or by the last resize.
 struct LevelState {
   CacheTier tier = CacheTier::kHostMem;
-  int64_t grain = 0;  // bytes
-  QuotaSplit split;
+  int64_t grain = 0;                           // bytes
+  QuotaSplit split{};                          // slots whose memory is there, kept up to date
+  int64_t max_quota = 0;                       // bytes: the most that a resize may ask for
+  TypedVec<PoolGroupId, int32_t> max_slots{};  // for which addresses are reserved
 };
 
 struct ManagerState {
@@ -72,7 +75,9 @@ struct ManagerState {
   std::vector<PlannedDrop*> plans;                       // not owned
   std::unordered_map<uint64_t, uint32_t> planned_drops;  // page tag -> plans that name it
   RetentionTimers timers;
-  std::function<int64_t()> now_ns;  // a monotonic clock
+  std::function<int64_t()> now_ns;  // a monotonic clock; see read_clock()
+  LevelSizer sizer;
+  int64_t next_plan = 0;
   KVCacheManager* owner = nullptr;
   int64_t next_id = 0;
   int32_t num_active = 0;
@@ -114,6 +119,10 @@ struct ManagerState {
   // First thing with the lock: forgets the fence of the operation before, takes in failed copies
   // and retention that has run out.
   void begin_operation();
+  // Inside an operation: now_ns(), noted where calls are recorded.
+  [[nodiscard]] int64_t read_clock();
+  // Throws InvalidArgument for a negative number that is no step stream.
+  void check_stream(std::optional<int64_t> stream) const;
   // The point when the work that `stream` has by now is done; one per stream and operation.
   [[nodiscard]] TimePoint fence(StreamHandle stream);
   // To be called before a page is copied: a failure of `from` that comes to light later concerns
@@ -139,6 +148,12 @@ struct ManagerState {
   if (state == nullptr) return nullptr;
   OperationSink* sink = state->sink.load(std::memory_order_acquire);
   return sink == nullptr || sink->is_inside() ? nullptr : sink;
+}
+
+// The sink that wants to know what the call that is running meets; null when there is none.
+[[nodiscard]] inline OperationSink* noting(const ManagerState& state) noexcept {
+  OperationSink* sink = state.sink.load(std::memory_order_acquire);
+  return sink != nullptr && sink->is_inside() ? sink : nullptr;
 }
 
 }  // namespace helicore::kv

@@ -73,13 +73,41 @@ std::optional<NoRoom> Migrator::push_down(std::span<const PageId> pages) {
   spare_held_ = true;
   const PoolGroupId group(store_.page(pages.front()).pool_group);
   const int level = store_.page(pages.front()).level;
+  if (auto reason = plan_push_down(pages)) return reason;
+  execute_group(group, level);
+  return std::nullopt;
+}
+
+std::optional<NoRoom> Migrator::check_push_down(std::span<const PageId> pages) {
+  if (pages.empty()) return std::nullopt;
+  const Marks marks(*this);
+  spare_held_ = true;
+  return plan_push_down(pages);
+}
+
+std::optional<NoRoom> Migrator::plan_push_down(std::span<const PageId> pages) {
+  store_.settle();
   for (PageId id : pages) {
     mark(id);
     victims_.push_back(store_.pages().handle(id));
   }
-  if (auto reason = place_victims(group, level)) return reason;
-  execute_group(group, level);
-  return std::nullopt;
+  const PageRecord& first = store_.page(pages.front());
+  return place_victims(PoolGroupId(first.pool_group), first.level);
+}
+
+std::vector<PageId> Migrator::next_victims(PoolGroupId group, int level, int64_t count,
+                                           bool spare_held) const {
+  std::vector<PageId> found;
+  const EvictionQueue& queue = store_.queue(group, level);
+  for (int pass = spare_held ? 0 : 1; pass < 2; ++pass) {
+    for (PageId id = queue.front(); id != kNoPage && static_cast<int64_t>(found.size()) < count;
+         id = queue.after(store_.pages(), id)) {
+      const bool is_held = store_.page(id).hold_count > 0;
+      if (store_.is_fenced(id) || (spare_held && is_held != (pass == 1))) continue;
+      found.push_back(id);
+    }
+  }
+  return found;
 }
 
 int32_t Migrator::num_available(PoolGroupId group, int level) const noexcept {
@@ -167,10 +195,12 @@ std::optional<NoRoom> Migrator::place_victims(PoolGroupId group, int level) {
 PageId Migrator::next_victim(PoolGroupId group, int level, PageId id,
                              bool droppable_only) const noexcept {
   const EvictionQueue& queue = store_.queue(group, level);
-  const auto is_passed = [&](const PageRecord& page) {
-    return page.marked || (droppable_only && page.hold_count > 0);
+  // A page beyond the limit leaves no slot that can be used.
+  const auto is_passed = [&](PageId page) {
+    return store_.page(page).marked || (droppable_only && store_.page(page).hold_count > 0) ||
+           store_.is_beyond_limit(page) || store_.is_fenced(page);
   };
-  while (id != kNoPage && (is_passed(store_.page(id)) || store_.is_fenced(id))) {
+  while (id != kNoPage && is_passed(id)) {
     id = queue.after(store_.pages(), id);
   }
   return id;
@@ -199,8 +229,10 @@ int32_t Migrator::absorb(PoolGroupId group, int level) {
   incoming.swap(victims_);
   const int32_t passing = bounce(group, level);
   int32_t room = store_.room(level, group) - passing;
-  // Pages can only change places through a free slot.
-  for (PageHandle page : plan.up) room += passing > 0 && store_.page(page.id).level == level;
+  // Pages can only change places through a free slot, and not through one that is to go.
+  for (PageHandle page : plan.up) {
+    room += passing > 0 && store_.page(page.id).level == level && !store_.is_beyond_limit(page.id);
+  }
   std::erase_if(incoming, [&](PageHandle page) {
     const PageRecord& record = store_.page(page.id);
     if (record.copy_slot.value() < 0 || record.copy_level != level) return false;

@@ -45,6 +45,16 @@ class Migrator {
   // Sends pages of one group and level to colder levels, or drops them on the last one. When that
   // can't be done for all of them nothing has changed.
   [[nodiscard]] std::optional<NoRoom> push_down(std::span<const PageId> pages);
+  // The same question without doing anything.
+  [[nodiscard]] std::optional<NoRoom> check_push_down(std::span<const PageId> pages);
+  // The next pages of the level's queue that may leave it, in that order, at most `count`; with
+  // `spare_held` those that nobody holds come first.
+  [[nodiscard]] std::vector<PageId> next_victims(PoolGroupId group, int level, int64_t count,
+                                                 bool spare_held) const;
+  // Slots that a level keeps for pages in passing.
+  [[nodiscard]] int32_t bounce(PoolGroupId group, int level) const noexcept;
+  // Why `needed` slots can't be had, as it is now.
+  [[nodiscard]] NoRoom no_room(PoolGroupId group, int level, int64_t needed) const;
 
  private:
   struct GroupPlan {
@@ -58,6 +68,7 @@ class Migrator {
   class Marks;
 
   [[nodiscard]] std::optional<NoRoom> plan(const RoomRequest& request);
+  [[nodiscard]] std::optional<NoRoom> plan_push_down(std::span<const PageId> pages);
   [[nodiscard]] std::optional<NoRoom> plan_group(PoolGroupId group, int level);
   // Finds places below `level` for victims_.
   [[nodiscard]] std::optional<NoRoom> place_victims(PoolGroupId group, int level);
@@ -81,8 +92,6 @@ class Migrator {
   void execute_group(PoolGroupId group, int level);
   // Moves pages from the front of the list while there is room; true when it did something.
   bool move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroupId group, int level);
-  [[nodiscard]] NoRoom no_room(PoolGroupId group, int level, int64_t needed) const;
-  [[nodiscard]] int32_t bounce(PoolGroupId group, int level) const noexcept;
 
   PageStore& store_;
   RadixTree& tree_;

@@ -78,7 +78,7 @@ void print_values(std::ostream& out, const Operation::Entry& entry, size_t max_l
 }  // namespace
 
 std::string_view name_of(OperationKind kind) noexcept {
-  constexpr std::array<std::string_view, 17> kNames = {"unknown",
+  constexpr std::array<std::string_view, 27> kNames = {"unknown",
                                                        "create_kv_cache",
                                                        "resume",
                                                        "suspend",
@@ -94,13 +94,23 @@ std::string_view name_of(OperationKind kind) noexcept {
                                                        "truncate_many",
                                                        "commit_many",
                                                        "clear_reusable_blocks",
-                                                       "shutdown"};
+                                                       "shutdown",
+                                                       "pin",
+                                                       "prefetch",
+                                                       "PrefetchTicket.is_done",
+                                                       "PrefetchTicket.cancel",
+                                                       "plan_committed_block_drop",
+                                                       "PlannedDrop.drop",
+                                                       "make_step_stream",
+                                                       "submit_step",
+                                                       "complete_step",
+                                                       "set_stream"};
   const auto at = static_cast<size_t>(kind);
   return kNames[at < kNames.size() ? at : 0];
 }
 
 std::string_view name_of(OperationField field) noexcept {
-  constexpr std::array<std::string_view, 20> kArguments = {"unknown",
+  constexpr std::array<std::string_view, 24> kArguments = {"unknown",
                                                            "cache",
                                                            "tokens",
                                                            "priority",
@@ -119,9 +129,15 @@ std::string_view name_of(OperationField field) noexcept {
                                                            "group",
                                                            "beam",
                                                            "row_size",
-                                                           "num_results"};
-  constexpr std::array<std::string_view, 8> kResults = {
-      "outcome", "error", "results", "reason", "new_cache", "matched", "counters", "state"};
+                                                           "num_results",
+                                                           "retention",
+                                                           "level",
+                                                           "plan",
+                                                           "step"};
+  constexpr std::array<std::string_view, 15> kResults = {
+      "outcome",    "error",    "results", "reason",   "new_cache",
+      "matched",    "counters", "state",   "new_plan", "num_pages",
+      "new_stream", "new_step", "times",   "lost",     "held_back"};
   const auto at = static_cast<size_t>(field);
   if (at < kArguments.size()) return kArguments[at];
   const size_t result = at - static_cast<size_t>(OperationField::kOutcome);
@@ -213,6 +229,30 @@ ReuseScope Operation::scope() const {
     scope.salt = std::move(salt);
   }
   return scope;
+}
+
+void Operation::set_retention(std::span<const RetentionRange> ranges) {
+  if (ranges.empty()) return;
+  auto& all = list(OperationField::kRetention);
+  for (const RetentionRange& range : ranges) {
+    const int64_t values[] = {
+        range.begin,    range.end ? 1 : 0,         range.end.value_or(0),
+        range.priority, range.duration_ms ? 1 : 0, range.duration_ms.value_or(0)};
+    all.insert(all.end(), std::begin(values), std::end(values));
+  }
+}
+
+std::vector<RetentionRange> Operation::retention() const {
+  std::vector<RetentionRange> ranges;
+  const auto* values = find(OperationField::kRetention);
+  for (size_t at = 0; values != nullptr && at + 6 <= values->size(); at += 6) {
+    const int64_t* v = values->data() + at;
+    RetentionRange range{.begin = static_cast<int32_t>(v[0]), .priority = static_cast<int>(v[3])};
+    if (v[1] != 0) range.end = static_cast<int32_t>(v[2]);
+    if (v[4] != 0) range.duration_ms = v[5];
+    ranges.push_back(range);
+  }
+  return ranges;
 }
 
 std::string describe(const Operation& operation, size_t max_list) {

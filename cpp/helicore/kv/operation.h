@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "helicore/kv/retention.h"
 #include "helicore/kv/types.h"
 
 namespace helicore::kv {
@@ -32,6 +33,16 @@ enum class OperationKind : uint8_t {
   kCommitMany = 14,
   kClearReusableBlocks = 15,
   kShutdown = 16,
+  kPin = 17,
+  kPrefetch = 18,
+  kPollPrefetch = 19,  // one that may start a batch; others change nothing and are not noted
+  kCancelPrefetch = 20,
+  kPlanDrop = 21,
+  kDrop = 22,
+  kMakeStepStream = 23,
+  kSubmitStep = 24,
+  kCompleteStep = 25,
+  kSetStream = 26,
 };
 // The name of the method, "unknown" for a number of a later version.
 [[nodiscard]] std::string_view name_of(OperationKind kind) noexcept;
@@ -58,14 +69,26 @@ enum class OperationField : uint8_t {
   kBeam = 17,
   kRowSize = 18,
   kNumResults = 19,  // of a batch call, when the caller's array does not have one per cache
-  kOutcome = 64,     // an OperationOutcome
-  kError = 65,       // an OperationError, when the call threw
-  kResults = 66,     // of a batch call: 1 or 0 per cache
-  kReason = 67,      // per failed cache: domain, pool group, level, needed, free, evictable, gate
-  kNewCache = 68,    // the cache that was made
-  kMatched = 69,     // tokens that creation found
-  kCounters = 70,    // counters_digest() after the call
-  kState = 71,       // state_digest() after the call, every n-th call
+  kRetention = 20,   // per range: begin, has an end, end, priority, has a duration, ms
+  kLevel = 21,
+  kPlan = 22,  // in the order of their making, 0 first
+  kStep = 23,
+  kOutcome = 64,    // an OperationOutcome
+  kError = 65,      // an OperationError, when the call threw
+  kResults = 66,    // of a batch call: 1 or 0 per cache
+  kReason = 67,     // per failed cache: domain, pool group, level, needed, free, evictable, gate
+  kNewCache = 68,   // the cache that was made
+  kMatched = 69,    // tokens that creation found
+  kCounters = 70,   // counters_digest() after the call
+  kState = 71,      // state_digest() after the call, every n-th call
+  kNewPlan = 72,    // the plan that was made
+  kNumPages = 73,   // that it names
+  kNewStream = 74,  // the step stream that was made
+  kNewStep = 75,
+  // What came to the call from elsewhere; a replay gives it the same.
+  kTimes = 76,     // readings of the clock, ns
+  kLost = 77,      // failed copies that it took in: stage, count, page tags; see OperationSink
+  kHeldBack = 78,  // 1: a prefetch started no batch because of copies under way
 };
 [[nodiscard]] std::string_view name_of(OperationField field) noexcept;
 [[nodiscard]] constexpr bool is_result(OperationField field) noexcept {
@@ -118,6 +141,8 @@ struct Operation {
   }
   void add_reason(const NoRoom& reason);
   void set_scope(const ReuseScope& scope);
+  void set_retention(std::span<const RetentionRange> ranges);
+  [[nodiscard]] std::vector<RetentionRange> retention() const;
   [[nodiscard]] ReuseScope scope() const;
   friend bool operator==(const Operation&, const Operation&) = default;
 };

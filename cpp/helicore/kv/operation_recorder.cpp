@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <shared_mutex>
@@ -21,6 +22,8 @@ using frames::FrameType;
 
 constexpr size_t kBufferBytes = size_t{1} << 16;
 constexpr int64_t kEndBytes = 256;  // kept free for the end of a log that reaches max_bytes
+constexpr const char* kUnknownCall =
+    "a call that operation logs do not know changed the manager: what follows would not replay";
 
 template <typename Key>
 int64_t number_of(std::unordered_map<Key, int64_t>& numbers, const Key& key) {
@@ -50,7 +53,10 @@ OperationLog header_of(const ManagerState& state, const RecordingOptions& option
 Operation Anonymiser::apply(const Operation& operation) {
   Operation result = operation;
   std::erase_if(result.entries, [](const Operation::Entry& entry) {
-    return entry.field == OperationField::kId || entry.field == OperationField::kStream;
+    if (entry.field == OperationField::kId) return true;
+    // Step streams are numbers already.
+    return entry.field == OperationField::kStream &&
+           std::any_of(entry.values.begin(), entry.values.end(), [](int64_t s) { return s >= 0; });
   });
   for (Operation::Entry& entry : result.entries) {
     if (entry.field == OperationField::kTokens) {
@@ -103,6 +109,7 @@ void OperationRecorder::finished(const Operation& operation) noexcept { append(o
 
 void OperationRecorder::append(const Operation& operation, bool has_results) noexcept {
   if (is_over_) return;
+  if (has_unknown_call()) return give_up(kUnknownCall);
   const size_t before = buffer_.size();
   try {
     const FrameType type = !options_.write_ahead ? FrameType::kOperation
@@ -148,6 +155,7 @@ void OperationRecorder::give_up(const std::string& problem) noexcept {
 }
 
 void OperationRecorder::stopped() noexcept {
+  if (!is_over_ && has_unknown_call()) give_up(kUnknownCall);
   is_over_ = true;
   try {
     const size_t before = buffer_.size();

@@ -1,6 +1,7 @@
 #include "helicore/kv/operation_replay.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <filesystem>
 #include <numeric>
 #include <sstream>
@@ -42,8 +43,10 @@ std::string show(const Operation& operation, Field field) {
 
 // What came out otherwise. Digests are compared where both have one.
 std::optional<std::string> compare(const Operation& recorded, const Operation& replayed) {
-  for (const Field field : {Field::kOutcome, Field::kError, Field::kResults, Field::kReason,
-                            Field::kNewCache, Field::kMatched, Field::kCounters, Field::kState}) {
+  for (const Field field :
+       {Field::kOutcome, Field::kError, Field::kResults, Field::kReason, Field::kNewCache,
+        Field::kMatched, Field::kNewPlan, Field::kNumPages, Field::kNewStep, Field::kLost,
+        Field::kHeldBack, Field::kCounters, Field::kState}) {
     const auto* a = recorded.find(field);
     const auto* b = replayed.find(field);
     const bool is_digest = field == Field::kCounters || field == Field::kState;
@@ -163,6 +166,88 @@ std::string note_of(const OperationLog& log) {
 
 }  // namespace
 
+// Every copy is done when someone asks: what the recorded calls met of a device that was busy, or
+// that failed, comes from the log. Failures of the machine that replays do not count, for nobody
+// reads the bytes.
+class Replayer::Device final : public CacheDevice {
+ public:
+  explicit Device(std::unique_ptr<CacheDevice> machine) : machine_(std::move(machine)) {}
+
+  void set_sink(const OperationSink* sink) noexcept { sink_ = sink; }
+  // For the next operation: stage, count, tags; and again.
+  void prepare(std::vector<int64_t> lost, bool is_held_back) noexcept {
+    lost_ = std::move(lost);
+    is_held_back_ = is_held_back;
+  }
+
+  [[nodiscard]] DeviceType type() const noexcept override { return machine_->type(); }
+  [[nodiscard]] bool supports(CacheTier tier, int level) const noexcept override {
+    return machine_->supports(tier, level);
+  }
+  [[nodiscard]] int64_t grain(CacheTier tier, int64_t quota) const noexcept override {
+    return machine_->grain(tier, quota);
+  }
+  [[nodiscard]] std::unique_ptr<MemoryPool> make_pool(const PoolSpec& spec) override {
+    return machine_->make_pool(spec);
+  }
+  void trim() noexcept override { machine_->trim(); }
+  [[nodiscard]] TimePoint record(StreamHandle stream) override { return machine_->record(stream); }
+  void wait(StreamHandle stream, std::span<const TimePoint> points) override {
+    machine_->wait(stream, points);
+  }
+  [[nodiscard]] bool reached(TimePoint point) const noexcept override {
+    if (machine_->reached(point)) return true;
+    if (!machine_->is_waitable(point)) return false;
+    machine_->synchronize(point);
+    return true;
+  }
+  [[nodiscard]] bool is_waitable(TimePoint point) const noexcept override {
+    return machine_->is_waitable(point);
+  }
+  void synchronize(TimePoint point) override { machine_->synchronize(point); }
+  [[nodiscard]] TimePoint join(TimePoint a, TimePoint b) override { return machine_->join(a, b); }
+  [[nodiscard]] TimePoint copy(std::span<const CopyTask> tasks,
+                               std::span<const TimePoint> after) override {
+    return machine_->copy(tasks, after);
+  }
+  void copy_on(StreamHandle stream, std::span<const CopyTask> tasks) override {
+    machine_->copy_on(stream, tasks);
+  }
+  [[nodiscard]] uint64_t num_failures() const noexcept override {
+    return num_taken_ + (is_due() ? 1 : 0);
+  }
+  [[nodiscard]] std::vector<uint64_t> take_failures() override {
+    if (!is_due()) return {};
+    ++num_taken_;
+    const auto end =
+        lost_.begin() + 2 + std::clamp<std::ptrdiff_t>(lost_[1], 0, std::ssize(lost_) - 2);
+    const std::vector<uint64_t> tags(lost_.begin() + 2, end);
+    lost_.erase(lost_.begin(), end);
+    return tags;
+  }
+  [[nodiscard]] CopyCounters counters() const override { return machine_->counters(); }
+  [[nodiscard]] int64_t bytes_in_flight() const noexcept override {
+    return is_held_back_ ? INT64_MAX : 0;
+  }
+  [[nodiscard]] StreamHandle make_step_stream() override { return machine_->make_step_stream(); }
+  uint64_t submit_step(StreamHandle stream) override { return machine_->submit_step(stream); }
+  void complete_step(StreamHandle stream, uint64_t step) override {
+    machine_->complete_step(stream, step);
+  }
+
+ private:
+  [[nodiscard]] bool is_due() const noexcept {
+    return lost_.size() >= 2 && sink_ != nullptr && sink_->is_inside() &&
+           sink_->stage() == lost_[0];
+  }
+
+  std::unique_ptr<CacheDevice> machine_;
+  const OperationSink* sink_ = nullptr;
+  std::vector<int64_t> lost_;
+  uint64_t num_taken_ = 0;
+  bool is_held_back_ = false;
+};
+
 // Keeps the operation that ran last.
 class Replayer::Sink final : public OperationSink {
  public:
@@ -181,16 +266,31 @@ class Replayer::Sink final : public OperationSink {
 };
 
 Replayer::Replayer(const OperationLog& log, ReplayOptions options)
-    : log_(log),
-      options_(std::move(options)),
-      manager_(std::make_unique<KVCacheManager>(config_for(log, options_))) {
+    : log_(log), options_(std::move(options)) {
+  KVCacheManagerConfig config = config_for(log, options_);
+  HELICORE_CHECK(!config.cache_tiers.empty(), kWhere, "config has no cache_tiers");
+  const bool on_gpu = tier_of(config.cache_tiers[0]) == CacheTier::kGpuMem;
+  auto device = std::make_unique<Device>(
+      make_cache_device({.type = on_gpu ? DeviceType::kCuda : DeviceType::kCpu,
+                         .index = on_gpu ? config.device_index : 0}));
+  device_ = device.get();
+  manager_ = std::make_unique<KVCacheManager>(std::move(config), std::move(device));
   ManagerState& state = Introspection::state(*manager_);
+  state.now_ns = [this] {
+    if (!times_.empty()) {
+      now_ns_ = times_.front();
+      times_.pop_front();
+    }
+    return now_ns_;
+  };
   sink_ = std::make_unique<Sink>(state, log.state_every);
+  device_->set_sink(sink_.get());
   state.sink.store(sink_.get(), std::memory_order_release);
 }
 
 Replayer::~Replayer() {
   Introspection::state(*manager_).sink.store(nullptr, std::memory_order_release);
+  device_->set_sink(nullptr);
 }
 
 KVCache* Replayer::cache(int64_t serial) const noexcept {
@@ -231,6 +331,7 @@ std::optional<ReplayDifference> Replayer::step() {
     return ReplayDifference{index, describe(recorded), std::move(what)};
   };
   sink_->last.reset();
+  prepare(recorded);
   std::string message;
   try {
     call(recorded);
@@ -256,16 +357,63 @@ std::optional<ReplayDifference> Replayer::step() {
   return std::nullopt;
 }
 
+void Replayer::prepare(const Operation& recorded) {
+  const auto* lost = recorded.find(Field::kLost);
+  device_->prepare(lost == nullptr ? std::vector<int64_t>() : *lost,
+                   recorded.get(Field::kHeldBack).has_value());
+  const auto* times = recorded.find(Field::kTimes);
+  times_.clear();
+  if (times != nullptr) times_.assign(times->begin(), times->end());
+}
+
+std::optional<int64_t> Replayer::stream_of(const Operation& operation) const {
+  const auto stream = operation.get(Field::kStream);
+  if (!stream || *stream >= 0) return stream;
+  const auto known = streams_.find(*stream);
+  return known == streams_.end() ? INT64_MIN : known->second;  // none has this number
+}
+
+void Replayer::call_on_streams(const Operation& operation) {
+  const int64_t stream = stream_of(operation).value_or(0);
+  switch (operation.kind) {
+    case Kind::kMakeStepStream: {
+      const StreamHandle made = manager_->make_step_stream();
+      if (const auto recorded = operation.get(Field::kNewStream)) streams_[*recorded] = made;
+      return;
+    }
+    case Kind::kSubmitStep:
+      (void)manager_->submit_step(stream);
+      return;
+    default:
+      return manager_->complete_step(stream, static_cast<uint64_t>(need(operation, Field::kStep)));
+  }
+}
+
 void Replayer::call(const Operation& operation) {
   switch (operation.kind) {
+    case Kind::kPin:
+      caches_.push_back(manager_->pin(list32(operation, Field::kTokens), operation.scope()));
+      return;
+    case Kind::kDrop: {
+      const int64_t plan = need(operation, Field::kPlan);
+      HELICORE_CHECK(plan >= 0 && plan < std::ssize(plans_), kWhere, "plan ", plan,
+                     " was never made");
+      return plans_[static_cast<size_t>(plan)]->drop();
+    }
+    case Kind::kMakeStepStream:
+    case Kind::kSubmitStep:
+    case Kind::kCompleteStep:
+      return call_on_streams(operation);
     case Kind::kCreate: {
       const auto tokens = list32(operation, Field::kTokens);
+      const auto retention = operation.retention();
       caches_.push_back(manager_->create_kv_cache(
           {.reuse_scope = operation.scope(),
            .input_tokens = tokens,
            .id = operation.get(Field::kId),
            .priority = static_cast<int>(need(operation, Field::kPriority)),
-           .expected_prompt_length = operation.get(Field::kExpectedLength)}));
+           .expected_prompt_length = operation.get(Field::kExpectedLength),
+           .retention = retention}));
       return;
     }
     case Kind::kClearReusableBlocks:
@@ -288,9 +436,21 @@ void Replayer::call_on_cache(const Operation& operation) {
                  " was never made");
   switch (operation.kind) {
     case Kind::kResume:
-      return static_cast<void>(target->resume(operation.get(Field::kStream)));
+      return static_cast<void>(target->resume(stream_of(operation)));
     case Kind::kSuspend:
       return target->suspend();
+    case Kind::kSetStream:
+      return target->set_stream(stream_of(operation).value_or(0));
+    case Kind::kPrefetch:
+      tickets_[target] = target->prefetch(static_cast<int>(need(operation, Field::kLevel)));
+      return;
+    case Kind::kPollPrefetch:
+      return static_cast<void>(tickets_[target].is_done());
+    case Kind::kCancelPrefetch:
+      return tickets_[target].cancel();
+    case Kind::kPlanDrop:
+      if (auto plan = target->plan_committed_block_drop()) plans_.push_back(std::move(plan));
+      return;
     case Kind::kResize:
       return static_cast<void>(
           target->resize(operation.get(Field::kCapacity), operation.get(Field::kHistory)));
@@ -336,7 +496,7 @@ void Replayer::call_on_many(const Operation& operation) {
   std::vector<uint8_t> results(static_cast<size_t>(num_results));
   switch (operation.kind) {
     case Kind::kResumeMany:
-      return manager_->resume_many(caches, operation.get(Field::kStream), results);
+      return manager_->resume_many(caches, stream_of(operation), results);
     case Kind::kResizeMany:
       return manager_->resize_many(caches, list32(operation, Field::kCapacity),
                                    list32(operation, Field::kHistory), results);

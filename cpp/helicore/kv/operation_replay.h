@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -61,7 +63,12 @@ class Replayer {
 
  private:
   class Sink;
+  class Device;
 
+  // What the operation met besides its arguments comes to it again.
+  void prepare(const Operation& recorded);
+  [[nodiscard]] std::optional<int64_t> stream_of(const Operation& operation) const;
+  void call_on_streams(const Operation& operation);
   void call(const Operation& operation);
   void call_on_cache(const Operation& operation);
   void call_on_many(const Operation& operation);
@@ -69,10 +76,16 @@ class Replayer {
 
   const OperationLog& log_;
   ReplayOptions options_;
+  Device* device_ = nullptr;  // the manager's
   std::unique_ptr<KVCacheManager> manager_;
   std::unique_ptr<Sink> sink_;
   std::vector<std::unique_ptr<std::vector<int32_t>>> rows_;  // lent to caches
   std::vector<std::unique_ptr<KVCache>> caches_;
+  std::vector<std::unique_ptr<PlannedDrop>> plans_;
+  std::map<const KVCache*, PrefetchTicket> tickets_;  // the last of each cache
+  std::map<int64_t, StreamHandle> streams_;           // recorded step stream -> the one here
+  std::deque<int64_t> times_;                         // that the clock will show
+  int64_t now_ns_ = 0;
   size_t next_ = 0;
 };
 

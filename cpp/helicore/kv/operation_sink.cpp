@@ -23,21 +23,35 @@ void OperationSink::run(Operation& operation, std::span<KVCache* const> caches,
     return call();
   }
   begun(operation);
+  current_ = &operation;
+  stage_ = 0;
   try {
     const Inside inside(owner_);
     call();
   } catch (...) {
+    current_ = nullptr;
     operation.set(OperationField::kOutcome, static_cast<int64_t>(OperationOutcome::kThrew));
     operation.set(OperationField::kError, static_cast<int64_t>(current_error()));
     add_digests(operation, {});
     finished(operation);
     throw;
   }
+  current_ = nullptr;
   if (operation.find(OperationField::kOutcome) == nullptr) {
     operation.set(OperationField::kOutcome, static_cast<int64_t>(OperationOutcome::kDone));
   }
   add_digests(operation, caches);
   finished(operation);
+}
+
+void OperationSink::note(OperationField field, std::span<const int64_t> values) noexcept {
+  if (current_ == nullptr) return;  // stopped
+  try {
+    auto& all = current_->list(field);
+    all.insert(all.end(), values.begin(), values.end());
+  } catch (const std::exception&) {
+    saw_unknown_call();  // the log would not replay
+  }
 }
 
 void OperationSink::add_digests(Operation& operation, std::span<KVCache* const> caches) noexcept {

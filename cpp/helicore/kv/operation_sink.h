@@ -40,11 +40,23 @@ class OperationSink {
     return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }
 
+  // For the call that is running, from inside it. What reaches it from elsewhere:
+  void note(OperationField field, std::span<const int64_t> values) noexcept;
+  // A call takes in failed copies in stages: 0 under its lock, then each time it looks again after
+  // it has waited for copies.
+  void next_stage() noexcept { ++stage_; }
+  [[nodiscard]] int64_t stage() const noexcept { return stage_; }
+  // A call that changes things has come past the sink.
+  void saw_unknown_call() noexcept { saw_unknown_call_.store(true, std::memory_order_relaxed); }
+
  protected:
   // Under the mutex. They may not throw.
   virtual void begun(const Operation& operation) noexcept = 0;
   virtual void finished(const Operation& operation) noexcept = 0;
   virtual void stopped() noexcept {}
+  [[nodiscard]] bool has_unknown_call() const noexcept {
+    return saw_unknown_call_.load(std::memory_order_relaxed);
+  }
 
   std::mutex mutex_;
 
@@ -55,6 +67,9 @@ class OperationSink {
   int32_t state_every_;
   uint64_t num_operations_ = 0;
   bool is_stopped_ = false;
+  Operation* current_ = nullptr;
+  int64_t stage_ = 0;
+  std::atomic<bool> saw_unknown_call_{false};
   std::atomic<std::thread::id> owner_{};
 };
 

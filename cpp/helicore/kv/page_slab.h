@@ -93,6 +93,7 @@ class PageSlab {
   // Room for `capacity` records; records may move.
   void reserve(size_t capacity) { records_.reserve(capacity); }
   [[nodiscard]] size_t num_records() const noexcept { return records_.size(); }
+  [[nodiscard]] const std::vector<PageRecord>& records() const noexcept { return records_; }
   [[nodiscard]] size_t num_in_use() const noexcept { return num_in_use_; }
 
   // Needs fewer than `capacity` records in use, which one record per slot guarantees.

@@ -62,8 +62,8 @@ PageStore::~PageStore() {
 
 PoolGroupCounts PageStore::counts(PoolGroupId group, int level) const noexcept {
   const Group& g = at(level).groups[group];
-  return {g.slots.capacity(), g.slots.num_free(), g.slots.num_parked(), g.num_clean,
-          g.queue.count()};
+  return {g.slots.limit(), g.slots.num_free(), g.slots.num_parked(), g.num_clean,
+          g.queue.count() - g.num_queued_beyond};
 }
 
 const MemoryPool& PageStore::pool(int level, PoolGroupId group, PoolIndex pool) const {
@@ -89,7 +89,10 @@ PageHandle PageStore::allocate(LifeCycleId life_cycle, uint8_t priority) noexcep
 }
 
 void PageStore::dequeue(PageId id) noexcept {
-  if (pages_[id].queued) home(pages_[id]).queue.remove(pages_, id);
+  if (!pages_[id].queued) return;
+  Group& group = home(pages_[id]);
+  group.queue.remove(pages_, id);
+  group.num_queued_beyond -= is_beyond_limit(id) ? 1 : 0;
 }
 
 void PageStore::requeue(PageId id) noexcept {
@@ -97,11 +100,10 @@ void PageStore::requeue(PageId id) noexcept {
   const bool leaves = page.lock_count == 0 &&
                       (page.hold_count > 0 ? page.level != last_level() : page.node != kNoNode);
   if (leaves == page.queued) return;
-  if (leaves) {
-    home(page).queue.push_back(pages_, id);
-  } else {
-    home(page).queue.remove(pages_, id);
-  }
+  if (!leaves) return dequeue(id);
+  Group& group = home(page);
+  group.queue.push_back(pages_, id);
+  group.num_queued_beyond += is_beyond_limit(id) ? 1 : 0;
 }
 
 void PageStore::hold(PageId id, uint8_t priority) noexcept {
@@ -250,6 +252,7 @@ bool PageStore::is_current(const CleanCopy& copy, int level) const noexcept {
 bool PageStore::keep_copy(PageId id, int level, SlotId slot) {
   PageRecord& page = pages_[id];
   Group& group = at(level).groups[PoolGroupId(page.pool_group)];
+  if (slot.value() >= group.slots.limit()) return false;
   try {
     group.clean.push_back({pages_.handle(id), slot});
   } catch (const std::bad_alloc&) {

@@ -18,12 +18,14 @@
 
 namespace helicore::kv {
 
+// While a group shrinks it counts as what it will be: slots beyond the limit, and the pages that
+// are still in them, are none of these.
 struct PoolGroupCounts {
-  int32_t total = 0;
+  int32_t total = 0;      // slots below the limit
   int32_t free = 0;       // slots that can be handed out
   int32_t pending = 0;    // freed, but a step that is not done may still touch them
   int32_t clean = 0;      // copies of pages of hotter levels: given up for free when needed
-  int32_t evictable = 0;  // pages in the eviction queue
+  int32_t evictable = 0;  // pages in the eviction queue whose slot can be used again
   [[nodiscard]] int32_t available() const noexcept { return free + clean + evictable; }
   [[nodiscard]] int32_t unavailable() const noexcept { return total - available(); }
 };
@@ -132,14 +134,24 @@ class PageStore {
   // and keeps its colder one as a copy. `own` is gone; its hold and lock are with `shown`.
   void promote(PageId shown, PageHandle own, uint8_t priority);
 
-  // Resizing a group of a level. shrink_to() stops handing out slots >= count; finish_shrink()
-  // gives the memory back once no page and no copy is there, and says whether it did.
+  // Resizing a group of a level. set_limit() stops handing out slots >= limit, or goes on handing
+  // them out when it rises; drop_copies_beyond_limit() gives up the clean copies there;
+  // finish_shrink() gives the memory back once no page and no copy is there, and says whether it
+  // did. grow_group() is all or nothing and needs limit == capacity; it throws OutOfMemory.
   void grow_group(int level, PoolGroupId group, int32_t num_slots);
-  void shrink_to(int level, PoolGroupId group, int32_t num_slots) noexcept;
+  void set_limit(int level, PoolGroupId group, int32_t limit) noexcept;
+  void drop_copies_beyond_limit(int level, PoolGroupId group);
   [[nodiscard]] bool finish_shrink(int level, PoolGroupId group);
+  // Its slot is not handed out again: the group is about to shrink.
+  [[nodiscard]] bool is_beyond_limit(PageId id) const noexcept {
+    return pages_[id].slot.value() >= home(pages_[id]).slots.limit();
+  }
+  // Clean copies in slots below the limit.
+  [[nodiscard]] int32_t num_clean_below_limit(int level, PoolGroupId group) const noexcept;
   // Pages of the group that live in slots >= the limit.
   [[nodiscard]] std::vector<PageId> pages_beyond_limit(int level, PoolGroupId group) const;
-  // Moves hot or cold pages within their level into lower slots.
+  // Moves pages of one group within their level into slots below the limit; they keep their places
+  // in the eviction queue. Needs room().
   void defragment(std::span<const PageId> pages);
 
  private:
@@ -159,6 +171,7 @@ class PageStore {
     std::vector<TimePoint> last_use;  // [slot]
     std::deque<CleanCopy> clean;      // oldest first; entries that are out of date are skipped
     int32_t num_clean = 0;
+    int32_t num_queued_beyond = 0;  // queued pages in slots >= the limit
   };
   struct Level {
     CacheTier tier = CacheTier::kHostMem;
@@ -179,7 +192,7 @@ class PageStore {
   [[nodiscard]] bool is_current(const CleanCopy& copy, int level) const noexcept;
   [[nodiscard]] SlotId take_slot(int level, PoolGroupId group);
   void release_slot(int level, PoolGroupId group, SlotId slot, TimePoint after);
-  // False when there is no memory to remember it.
+  // False when the slot is to go, or there is no memory to remember it.
   bool keep_copy(PageId id, int level, SlotId slot);
   void drop_copy(PageId id);
   void add_tasks(const Group& from, SlotId src, const Group& to, SlotId dst, uint64_t tag);

@@ -28,6 +28,11 @@ void PageStore::move(std::span<const PageId> pages, int level) {
   after_.clear();
   taken_.clear();
   taken_.reserve(pages.size());
+  // A page that returns to its copy needs it, whatever the others of the batch take.
+  for (PageId id : pages) {
+    PageRecord& page = pages_[id];
+    if (page.copy_slot.value() >= 0 && page.copy_level == level) page.to_copy = true;
+  }
   for (PageId id : pages) {
     const PageRecord& page = pages_[id];
     const PoolGroupId group_id(page.pool_group);
@@ -72,13 +77,16 @@ void PageStore::settle_on_copy(PageId id) {
   page.level = page.copy_level;
   page.slot = page.copy_slot;
   page.copy_slot = SlotId(kBadPageIndex);
+  page.to_copy = false;
   requeue(id);
 }
 
 void PageStore::relocate(PageId id, int level, SlotId slot, TimePoint done) {
-  dequeue(id);
   PageRecord& page = pages_[id];
   const int old_level = page.level;
+  // Within its level a page keeps its place in the queue.
+  if (old_level != level) dequeue(id);
+  if (page.queued && is_beyond_limit(id)) --home(page).num_queued_beyond;
   const SlotId old_slot = page.slot;
   add_use(id, done);
   const TimePoint old_use = join(filled(id), last_use(id));
@@ -103,9 +111,14 @@ void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
   const PageRecord& source = pages_[from];
   const PageRecord& target = pages_[to];
   add_tasks(home(source), source.slot, home(target), target.slot, to.tag());
-  if (source.level == kHotLevel) {
-    add_after(filled(from.id));
-    add_after(filled(to.id));
+  add_after(filled(from.id));
+  add_after(filled(to.id));
+  // NOTE: where the stream is the caller's own thread a step that is not done is waited for without
+  // the lock, which whoever ends the step needs.
+  const bool hangs_on_step = std::any_of(after_.begin(), after_.end(), [&](TimePoint point) {
+    return !device_.is_waitable(point);
+  });
+  if (source.level == kHotLevel && !hangs_on_step) {
     if (!after_.empty()) device_.wait(stream, after_);
     device_.copy_on(stream, tasks_);
     const TimePoint done = device_.record(stream);
@@ -113,8 +126,6 @@ void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
     add_use(from.id, done);
     return;
   }
-  add_after(filled(from.id));
-  add_after(filled(to.id));
   const TimePoint done = device_.copy(tasks_, after_);
   set_filled(to.id, done);
   add_use(from.id, done);
@@ -166,16 +177,40 @@ void PageStore::grow_group(int level, PoolGroupId group_id, int32_t num_slots) {
   group.last_use.resize(count);
 }
 
-void PageStore::shrink_to(int level, PoolGroupId group, int32_t num_slots) noexcept {
-  at(level).groups[group].slots.set_limit(num_slots);
+void PageStore::set_limit(int level, PoolGroupId group_id, int32_t limit) noexcept {
+  Group& group = at(level).groups[group_id];
+  group.slots.set_limit(limit, device_);
+  group.num_queued_beyond = 0;
+  for (PageId id = group.queue.front(); id != kNoPage; id = group.queue.after(pages_, id)) {
+    group.num_queued_beyond += is_beyond_limit(id) ? 1 : 0;
+  }
+}
+
+void PageStore::drop_copies_beyond_limit(int level, PoolGroupId group_id) {
+  Group& group = at(level).groups[group_id];
+  for (const CleanCopy& copy : group.clean) {
+    if (copy.slot.value() >= group.slots.limit() && is_current(copy, level)) {
+      drop_copy(copy.page.id);
+    }
+  }
+}
+
+int32_t PageStore::num_clean_below_limit(int level, PoolGroupId group_id) const noexcept {
+  const Group& group = at(level).groups[group_id];
+  if (group.slots.limit() == group.slots.capacity()) return group.num_clean;
+  int32_t count = group.num_clean;
+  for (const PageRecord& page : pages_.records()) {
+    const bool is_beyond = page.in_use && page.copy_slot.value() >= group.slots.limit() &&
+                           page.copy_level == level && page.pool_group == group_id.value();
+    count -= is_beyond ? 1 : 0;
+  }
+  return count;
 }
 
 bool PageStore::finish_shrink(int level, PoolGroupId group_id) {
   Group& group = at(level).groups[group_id];
   const int32_t limit = group.slots.limit();
-  for (const CleanCopy& copy : group.clean) {
-    if (copy.slot.value() >= limit && is_current(copy, level)) drop_copy(copy.page.id);
-  }
+  drop_copies_beyond_limit(level, group_id);
   if (limit == group.slots.capacity()) return true;
   if (!group.slots.is_tail_free(device_)) return false;
   for (size_t p = 0; p < group.pools.size(); ++p) {

@@ -6,14 +6,16 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 
 PlannedDrop::PlannedDrop(ManagerState& state, std::vector<PageHandle> pages)
-    : state_(&state), pages_(std::move(pages)) {
+    : state_(&state), serial_(state.next_plan), pages_(std::move(pages)) {
   state.plans.reserve(state.plans.size() + 1);
   for (PageHandle page : pages_) ++state.planned_drops[page.tag()];
   state.plans.push_back(this);
+  ++state.next_plan;
 }
 
 PlannedDrop::~PlannedDrop() {
@@ -26,6 +28,7 @@ PlannedDrop::~PlannedDrop() {
 }
 
 void PlannedDrop::drop() {
+  if (auto* sink = recording(state_)) return recorded::drop(*sink, *this);
   HELICORE_KV_STATE(!is_dropped_, "kv.PlannedDrop", "drop() was called before");
   is_dropped_ = true;
   if (state_ == nullptr) return;
@@ -46,6 +49,7 @@ void PlannedDrop::drop_locked() {
 }
 
 std::unique_ptr<PlannedDrop> KVCache::plan_committed_block_drop() {
+  if (auto* sink = recording(state_)) return recorded::plan_drop(*sink, *this);
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.plan_committed_block_drop", "cache ", id_,
                     " is CLOSED");
   HELICORE_KV_STATE(commit_state_ != CommitState::kAllowed, "kv.plan_committed_block_drop",

@@ -22,12 +22,15 @@ class PlannedDrop {
   // Drops the pages that no other plan names and nobody holds. Throws LogicError the second time.
   void drop();
   [[nodiscard]] size_t num_pages() const noexcept { return pages_.size(); }
+  // Its number among the plans that the manager's caches made, from 0.
+  [[nodiscard]] int64_t serial() const noexcept { return serial_; }
 
  private:
   friend class KVCacheManager;
   void drop_locked();
 
   ManagerState* state_;  // null once dropped, or once the manager is gone
+  int64_t serial_;
   bool is_dropped_ = false;
   std::vector<PageHandle> pages_;
 };

@@ -241,16 +241,6 @@ void RadixTree::show(NodeId node, LifeCycleId life_cycle, PageHandle page,
   store_.publish(page, node, num_tokens);
 }
 
-void RadixTree::take_from(NodeId node, LifeCycleId life_cycle) {
-  pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = kNoPage;
-  update_gap(node);
-  if (is_removable(node)) {
-    prune(node);
-  } else if (events_ != nullptr) {
-    events_->page_removed(keys_[node.value()], life_cycle);
-  }
-}
-
 void RadixTree::hide(NodeId node, LifeCycleId life_cycle) {
   PageId& place = pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())];
   const PageId page = std::exchange(place, kNoPage);
@@ -304,49 +294,6 @@ void RadixTree::path_to(NodeId node, std::vector<NodeId>* path) const {
   for (auto it = path->rbegin(); it != path->rend(); ++it) {
     *it = node;
     node = nodes_[node.value()].parent;
-  }
-}
-
-std::vector<KVEvent> RadixTree::snapshot() const {
-  std::vector<KVEvent> events;
-  events.reserve(num_nodes_ + roots_.size());
-  const uint64_t id = events_ != nullptr ? events_->next_id() : 0;
-  for (const auto& [encoded, root] : roots_) {
-    events.push_back({.id = id, .key = keys_[root.node.value()], .scope = root.scope});
-    add_children(root.node, id, events);
-  }
-  return events;
-}
-
-void RadixTree::add_children(NodeId parent, uint64_t id, std::vector<KVEvent>& events) const {
-  // A stack of its own: chains are as long as sequences.
-  std::vector<NodeId> open{nodes_[parent.value()].child_root};
-  while (!open.empty()) {
-    const NodeId node = open.back();
-    open.pop_back();
-    if (node == kNoNode) continue;
-    const NodeRecord& record = nodes_[node.value()];
-    const auto own = tokens(node);
-    KVEvent& stored = events.emplace_back(KVEvent{.id = id,
-                                                  .kind = EventKind::kStored,
-                                                  .key = keys_[node.value()],
-                                                  .parent_key = keys_[record.parent.value()],
-                                                  .ordinal = record.ordinal,
-                                                  .priority = record.priority,
-                                                  .tokens = {own.begin(), own.end()}});
-    for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
-      if (is_whole(node, lc)) stored.life_cycles.push_back(lc.value());
-    }
-    for (LifeCycleId lc{0}; lc < life_cycles_.size(); ++lc) {
-      const int32_t covered = coverage(node, lc);
-      if (covered == 0 || is_whole(node, lc)) continue;
-      events.push_back({.id = id,
-                        .kind = EventKind::kStored,
-                        .key = keys_[node.value()],
-                        .life_cycle = lc.value(),
-                        .num_tokens = covered});
-    }
-    open.insert(open.end(), {record.right, record.left, record.child_root});
   }
 }
 

@@ -61,6 +61,7 @@ std::unique_ptr<KVCache> create(OperationSink& sink, KVCacheManager& manager,
   operation.set(Field::kId, options.id);
   operation.set(Field::kPriority, options.priority);
   operation.set(Field::kExpectedLength, options.expected_prompt_length);
+  operation.set_retention(options.retention);
   std::unique_ptr<KVCache> cache;
   sink.run(operation, {}, [&] {
     cache = manager.create_kv_cache(options);
@@ -190,6 +191,92 @@ void clear_reusable_blocks(OperationSink& sink, KVCacheManager& manager) {
 void shutdown(OperationSink& sink, KVCacheManager& manager) {
   Operation operation{Kind::kShutdown, {}};
   sink.run(operation, {}, [&] { manager.shutdown(); });
+}
+
+std::unique_ptr<KVCache> pin(OperationSink& sink, KVCacheManager& manager,
+                             std::span<const TokenId> tokens, const ReuseScope& scope) {
+  Operation operation{Kind::kPin, {}};
+  operation.set_scope(scope);
+  operation.set_all(Field::kTokens, tokens);
+  std::unique_ptr<KVCache> cache;
+  sink.run(operation, {}, [&] {
+    cache = manager.pin(tokens, scope);
+    operation.set(Field::kNewCache, cache->serial());
+    operation.set(Field::kMatched, cache->num_committed_tokens());
+  });
+  return cache;
+}
+
+PrefetchTicket prefetch(OperationSink& sink, KVCache& cache, int level) {
+  Operation operation = on(Kind::kPrefetch, cache);
+  operation.set(Field::kLevel, level);
+  PrefetchTicket ticket;
+  run_on(sink, std::move(operation), cache, [&] { ticket = cache.prefetch(level); });
+  return ticket;
+}
+
+bool poll_prefetch(OperationSink& sink, KVCache& cache, PrefetchTicket& ticket) {
+  bool done = false;
+  run_on(sink, on(Kind::kPollPrefetch, cache), cache, [&] { done = ticket.is_done(); });
+  return done;
+}
+
+void cancel_prefetch(OperationSink& sink, KVCache& cache, PrefetchTicket& ticket) {
+  run_on(sink, on(Kind::kCancelPrefetch, cache), cache, [&] { ticket.cancel(); });
+}
+
+std::unique_ptr<PlannedDrop> plan_drop(OperationSink& sink, KVCache& cache) {
+  Operation operation = on(Kind::kPlanDrop, cache);
+  KVCache* const caches[] = {&cache};
+  std::unique_ptr<PlannedDrop> plan;
+  sink.run(operation, caches, [&] {
+    plan = cache.plan_committed_block_drop();
+    if (plan == nullptr) return;
+    operation.set(Field::kNewPlan, plan->serial());
+    operation.set(Field::kNumPages, static_cast<int64_t>(plan->num_pages()));
+  });
+  return plan;
+}
+
+void drop(OperationSink& sink, PlannedDrop& plan) {
+  Operation operation{Kind::kDrop, {}};
+  operation.set(Field::kPlan, plan.serial());
+  sink.run(operation, {}, [&] { plan.drop(); });
+}
+
+StreamHandle make_step_stream(OperationSink& sink, KVCacheManager& manager) {
+  Operation operation{Kind::kMakeStepStream, {}};
+  StreamHandle stream = 0;
+  sink.run(operation, {}, [&] {
+    stream = manager.make_step_stream();
+    operation.set(Field::kNewStream, stream);
+  });
+  return stream;
+}
+
+uint64_t submit_step(OperationSink& sink, KVCacheManager& manager, StreamHandle stream) {
+  Operation operation{Kind::kSubmitStep, {}};
+  operation.set(Field::kStream, stream);
+  uint64_t step = 0;
+  sink.run(operation, {}, [&] {
+    step = manager.submit_step(stream);
+    operation.set(Field::kNewStep, static_cast<int64_t>(step));
+  });
+  return step;
+}
+
+void complete_step(OperationSink& sink, KVCacheManager& manager, StreamHandle stream,
+                   uint64_t step) {
+  Operation operation{Kind::kCompleteStep, {}};
+  operation.set(Field::kStream, stream);
+  operation.set(Field::kStep, static_cast<int64_t>(step));
+  sink.run(operation, {}, [&] { manager.complete_step(stream, step); });
+}
+
+void set_stream(OperationSink& sink, KVCache& cache, int64_t stream) {
+  Operation operation = on(Kind::kSetStream, cache);
+  operation.set(Field::kStream, stream);
+  run_on(sink, std::move(operation), cache, [&] { cache.set_stream(stream); });
 }
 
 }  // namespace helicore::kv::recorded

@@ -37,5 +37,18 @@ void commit_many(OperationSink& sink, KVCacheManager& manager, Caches caches,
                  std::span<const TokenId> tokens, std::span<const int32_t> counts);
 void clear_reusable_blocks(OperationSink& sink, KVCacheManager& manager);
 void shutdown(OperationSink& sink, KVCacheManager& manager);
+[[nodiscard]] std::unique_ptr<KVCache> pin(OperationSink& sink, KVCacheManager& manager,
+                                           std::span<const TokenId> tokens,
+                                           const ReuseScope& scope);
+[[nodiscard]] PrefetchTicket prefetch(OperationSink& sink, KVCache& cache, int level);
+[[nodiscard]] bool poll_prefetch(OperationSink& sink, KVCache& cache, PrefetchTicket& ticket);
+void cancel_prefetch(OperationSink& sink, KVCache& cache, PrefetchTicket& ticket);
+[[nodiscard]] std::unique_ptr<PlannedDrop> plan_drop(OperationSink& sink, KVCache& cache);
+void drop(OperationSink& sink, PlannedDrop& plan);
+[[nodiscard]] StreamHandle make_step_stream(OperationSink& sink, KVCacheManager& manager);
+uint64_t submit_step(OperationSink& sink, KVCacheManager& manager, StreamHandle stream);
+void complete_step(OperationSink& sink, KVCacheManager& manager, StreamHandle stream,
+                   uint64_t step);
+void set_stream(OperationSink& sink, KVCache& cache, int64_t stream);
 
 }  // namespace helicore::kv::recorded

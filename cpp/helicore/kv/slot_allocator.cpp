@@ -14,6 +14,8 @@ SlotAllocator::SlotAllocator(int32_t capacity) : capacity_(0), limit_(0) {
 void SlotAllocator::grow(int32_t capacity) {
   HELICORE_CHECK(capacity >= capacity_, "kv.slot_allocator", "capacity must be >= ", capacity_,
                  ", got ", capacity);
+  HELICORE_ASSERT(limit_ == capacity_, "kv.slot_allocator", "limit ", limit_, " < capacity ",
+                  capacity_);
   const auto count = static_cast<size_t>(capacity);
   next_.reserve(count);
   after_.reserve(count);
@@ -21,11 +23,12 @@ void SlotAllocator::grow(int32_t capacity) {
   next_.resize(count, -1);
   after_.resize(count);
   in_use_.resize((count + 63) / 64);
-  // Retired ids come back.
-  for (int32_t slot = limit_; slot < high_water_; ++slot) {
-    if (!in_use(SlotId(slot))) push(in_flight_, slot);
-  }
   capacity_ = limit_ = capacity;
+}
+
+SlotAllocator::List& SlotAllocator::list_for(TimePoint after, const CacheDevice& device) noexcept {
+  if (after.is_none() || device.reached(after)) return ready_;
+  return device.is_waitable(after) ? in_flight_ : parked_;
 }
 
 void SlotAllocator::push(List& list, int32_t slot) noexcept {
@@ -69,15 +72,23 @@ void SlotAllocator::release(SlotId slot, TimePoint after, const CacheDevice& dev
     return;
   }
   in_use_[word(slot)] &= ~(uint64_t{1} << bit(slot));
-  const bool ready = after.is_none() || device.reached(after);
-  after_[static_cast<size_t>(slot.value())] = ready ? TimePoint() : after;
+  List& list = list_for(after, device);
+  after_[static_cast<size_t>(slot.value())] = &list == &ready_ ? TimePoint() : after;
   if (slot.value() >= limit_) return;  // retired
-  push(ready ? ready_ : device.is_waitable(after) ? in_flight_ : parked_, slot.value());
+  push(list, slot.value());
 }
 
 void SlotAllocator::settle(const CacheDevice& device) noexcept {
   if (in_flight_.count > 0) settle(in_flight_, device);
-  if (parked_.count > 0) settle(parked_, device);
+  // As soon as the steps are done, whatever copies do after them: how many slots can be handed out
+  // is a matter of what the caller did, never of how fast copies are.
+  while (parked_.count > 0) {
+    TimePoint& after = after_[static_cast<size_t>(parked_.head)];
+    if (!device.is_waitable(after)) return;
+    const bool ready = device.reached(after);
+    if (ready) after = TimePoint();
+    push(ready ? ready_ : in_flight_, pop(parked_));
+  }
 }
 
 void SlotAllocator::settle(List& list, const CacheDevice& device) noexcept {
@@ -89,8 +100,13 @@ void SlotAllocator::settle(List& list, const CacheDevice& device) noexcept {
   }
 }
 
-void SlotAllocator::set_limit(int32_t limit) noexcept {
+void SlotAllocator::set_limit(int32_t limit, const CacheDevice& device) noexcept {
+  const int32_t before = limit_;
   limit_ = std::clamp(limit, 0, capacity_);
+  for (int32_t slot = before; slot < std::min(limit_, high_water_); ++slot) {
+    if (!in_use(SlotId(slot))) push(list_for(after_[static_cast<size_t>(slot)], device), slot);
+  }
+  if (limit_ >= before) return;
   retire_from(ready_);
   retire_from(in_flight_);
   retire_from(parked_);
@@ -103,11 +119,35 @@ void SlotAllocator::retire_from(List& list) noexcept {
   }
 }
 
+int32_t SlotAllocator::num_in_use_beyond_limit() const noexcept {
+  int32_t count = 0;
+  for (int32_t slot = limit_; slot < high_water_; ++slot) count += in_use(SlotId(slot)) ? 1 : 0;
+  return count;
+}
+
 bool SlotAllocator::is_tail_free(const CacheDevice& device) const noexcept {
   for (int32_t slot = limit_; slot < high_water_; ++slot) {
     if (in_use(SlotId(slot))) return false;
     const TimePoint point = after_[static_cast<size_t>(slot)];
     if (!point.is_none() && !device.reached(point)) return false;
+  }
+  return true;
+}
+
+bool SlotAllocator::collect_tail_points(const CacheDevice& device,
+                                        std::vector<TimePoint>& points) const {
+  for (int32_t slot = limit_; slot < high_water_; ++slot) {
+    const TimePoint point = after_[static_cast<size_t>(slot)];
+    if (in_use(SlotId(slot)) || point.is_none() || device.reached(point)) continue;
+    if (!device.is_waitable(point)) return false;
+    const auto known = std::find_if(points.begin(), points.end(), [&](TimePoint other) {
+      return other.timeline() == point.timeline();
+    });
+    if (known == points.end()) {
+      points.push_back(point);
+    } else if (known->value() < point.value()) {
+      *known = point;
+    }
   }
   return true;
 }

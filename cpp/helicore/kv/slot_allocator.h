@@ -45,14 +45,21 @@ class SlotAllocator {
     return after_[static_cast<size_t>(slot.value())];
   }
 
-  // From now on ids >= limit are not handed out; free ones are retired. limit <= capacity().
-  void set_limit(int32_t limit) noexcept;
+  // From now on ids >= limit are not handed out; free ones are retired. limit <= capacity(). A
+  // higher limit than before brings retired ids back, each with the point that it waits for.
+  void set_limit(int32_t limit, const CacheDevice& device) noexcept;
   [[nodiscard]] int32_t limit() const noexcept { return limit_; }
+  [[nodiscard]] int32_t num_in_use_beyond_limit() const noexcept;
   // Nobody uses an id >= limit and every point of theirs is reached: trim() may follow.
   [[nodiscard]] bool is_tail_free(const CacheDevice& device) const noexcept;
+  // The points of retired ids that are not reached, one per timeline: when the tail is free as far
+  // as its users are gone. False when one of them is a step of the caller's.
+  [[nodiscard]] bool collect_tail_points(const CacheDevice& device,
+                                         std::vector<TimePoint>& points) const;
   // capacity() becomes limit(). Needs is_tail_free().
   void trim();
-  // More slots; the limit becomes the capacity. Throws std::bad_alloc, nothing changed.
+  // More slots; the limit becomes the capacity. Needs limit() == capacity(). Throws std::bad_alloc,
+  // nothing changed.
   void grow(int32_t capacity);
 
  private:
@@ -66,6 +73,8 @@ class SlotAllocator {
   [[nodiscard]] int32_t num_untouched() const noexcept {
     return high_water_ < limit_ ? limit_ - high_water_ : 0;
   }
+  // The list of a free slot that waits for `after`.
+  [[nodiscard]] List& list_for(TimePoint after, const CacheDevice& device) noexcept;
   void push(List& list, int32_t slot) noexcept;
   int32_t pop(List& list) noexcept;
   void settle(List& list, const CacheDevice& device) noexcept;

@@ -33,10 +33,13 @@ void add_cursors(Mixer& mixer, const KVCache& cache) {
             cache.priority());
 }
 
-void add_page(Mixer& mixer, const PageRecord& page) {
-  mixer.add(page.slot.value(), page.life_cycle, page.pool_group, page.level, page.hold_count,
+// By its number: which slot it got may depend on which copies were done by then.
+void add_page(Mixer& mixer, const ManagerState& state, PageId id) {
+  const PageRecord& page = state.store.page(id);
+  const bool has_copy = page.copy_slot.value() >= 0;
+  mixer.add(id.value(), page.life_cycle, page.pool_group, page.level, page.hold_count,
             page.lock_count, page.priority, page.num_tokens, page.queued, page.useless, page.lost,
-            page.copy_level, page.copy_slot.value());
+            has_copy, has_copy ? page.copy_level : 0);
 }
 
 void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
@@ -44,7 +47,7 @@ void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
   add_cursors(mixer, cache);
   const auto add = [&](const PageHandle& handle) {
     mixer.add(handle.is_null());
-    if (!handle.is_null()) add_page(mixer, state.store.page(handle.id));
+    if (!handle.is_null()) add_page(mixer, state, handle.id);
   };
   for (const PageHandle& handle : Introspection::pages(cache)) add(handle);
   add(Introspection::state_page(cache));
@@ -52,9 +55,11 @@ void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
   for (size_t lc = 0; lc < state.num_life_cycles; ++lc) {
     for (const PageHandle& handle : Introspection::scratch_pages(cache, lc)) add(handle);
   }
+  const PrefetchState& prefetch = Introspection::prefetch(cache);
+  mixer.add(cache.is_lost(), prefetch.level, prefetch.pages.size(), prefetch.is_short);
 }
 
-// Nodes are summed up: their numbers and the order of siblings do not count, the slots of a node
+// Nodes are summed up: their numbers and the order of siblings do not count, the pages of a node
 // and of its parent tell it from the others.
 uint64_t tree_digest(const ManagerState& state) {
   uint64_t sum = state.tree.num_roots();
@@ -67,11 +72,11 @@ uint64_t tree_digest(const ManagerState& state) {
     if (node.parent != kNoNode) {
       for (PageId page : state.tree.pages(id)) {
         mixer.add(page == kNoPage);
-        if (page != kNoPage) add_page(mixer, state.store.page(page));
+        if (page != kNoPage) add_page(mixer, state, page);
       }
       if (node.ordinal > 0) {
         for (PageId page : state.tree.pages(node.parent)) {
-          if (page != kNoPage) mixer.add(state.store.page(page).slot.value());
+          if (page != kNoPage) mixer.add(page.value());
         }
       }
     }
@@ -106,12 +111,12 @@ uint64_t counters_digest(const ManagerState& state, std::span<KVCache* const> ca
 uint64_t state_digest(const ManagerState& state) {
   Mixer mixer;
   for (const KVCache* cache : state.caches) add_cache(mixer, state, *cache);
-  mixer.add(tree_digest(state));
+  mixer.add(tree_digest(state), state.plans.size(), state.planned_drops.size());
   for (int level = 0; level < state.store.num_levels(); ++level) {
     for (size_t g = 0; g < state.store.num_groups(); ++g) {
       const EvictionQueue& queue = state.store.queue(PoolGroupId(static_cast<int32_t>(g)), level);
       for (PageId id = queue.front(); id != kNoPage; id = queue.after(state.store.pages(), id)) {
-        mixer.add(level, state.store.page(id).slot.value());
+        mixer.add(level, id.value());
       }
     }
   }

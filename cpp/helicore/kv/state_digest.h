@@ -1,5 +1,6 @@
 // Numbers that tell two managers apart: equal calls on equal managers give equal digests, in any
-// process. Token ids and scopes do not enter, only which pages stand where. Internal.
+// process, however fast their copies are. Token ids, scopes and slots do not enter, only which
+// pages stand where. Internal.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,7 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "AdmissionForecast",
     "AttentionLayerConfig",
     "AttentionReusePolicy",
     "BAD_PAGE_INDEX",
@@ -63,9 +64,11 @@ __all__: list[str] = [
     "RecordingSummary",
     "ReplayDifference",
     "ReplayReport",
+    "ResizeResult",
     "ResourceBusyError",
     "RetentionRange",
     "ReuseScope",
+    "SequencePlan",
     "SlotDescVariant",
     "SsmLayerConfig",
     "SwaScratchReuseConfig",
@@ -831,10 +834,89 @@ class KVCache:
     @property
     def tokens_per_block(self) -> int: ...
 
+class ResizeResult:
+    """What became of a resize of a level."""
+    def __bool__(self) -> bool: ...
+    def __repr__(self) -> str: ...
+    @property
+    def done(self) -> bool:
+        """Every pool group has the slots of the new quota."""
+    @property
+    def minimum(self) -> int:
+        """Bytes: the least that the level can have."""
+    @property
+    def pending(self) -> list[int]:
+        """Slots still to be given back (> 0) or to be had (< 0), per pool group."""
+    @property
+    def quota(self) -> int:
+        """Bytes in effect: the old ones until the memory is back."""
+    @property
+    def reason(self) -> NoRoom | None:
+        """What is in the way; None when it is only time."""
+    @property
+    def slots(self) -> list[int]:
+        """That each pool group hands out now."""
+
+class SequencePlan:
+    """How far a sequence will go, in tokens."""
+    @staticmethod
+    def of_request(
+        prompt_length: int, output_tokens: int, reused_blocks: int, tokens_per_block: int
+    ) -> SequencePlan:
+        """Slots for the prompt at its first step, then output_tokens - 1 steps. reused_blocks: blocks of the prompt that running sequences hold."""
+    def __init__(
+        self,
+        capacity: int,
+        history_length: int,
+        final_capacity: int,
+        *,
+        tokens_per_step: int = 1,
+        lookahead: int = 0,
+        shared_blocks: int = 0,
+    ) -> None: ...
+    @property
+    def capacity(self) -> int:
+        """Of the step at hand."""
+    @property
+    def final_capacity(self) -> int:
+        """Of the last step."""
+    @property
+    def history_length(self) -> int:
+        """Of the step at hand."""
+    @property
+    def lookahead(self) -> int:
+        """Tokens at the end of capacity that never become history."""
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks from the start that others hold as well."""
+    @property
+    def tokens_per_step(self) -> int: ...
+
+class AdmissionForecast:
+    """When a request fits."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def fits_now(self) -> bool: ...
+    @property
+    def limiting_pool_group(self) -> int:
+        """The one that is short for longest, or has the fewest slots to spare."""
+    @property
+    def peak_needed(self) -> int:
+        """Slots of that group: the most that the request holds."""
+    @property
+    def steps_until_fits(self) -> int | None:
+        """Until it can run to its end without preempting anyone; None: never."""
+
 class KVCacheManager:
     """Owns the pools, the pages and the radix tree of reusable blocks."""
     def __init__(self, config: KVCacheManagerConfig) -> None:
         """Raises ValueError, NotSupportedError (naming the field) or MemoryError."""
+    def adjust(self) -> bool:
+        """Start to move memory between pool groups; maintain() goes on. False: nothing to do."""
+    def clamp_max_seq_len_for_mem(self, batch_size: int, upper: int) -> int:
+        """The most tokens, <= upper, that one sequence can have next to batch_size - 1 of one token."""
     def clear_reusable_blocks(self) -> None:
         """Forget every cached prefix. Raises ResourceBusyError while caches are open."""
     def commit_many(
@@ -865,6 +947,17 @@ class KVCacheManager:
         """A SUSPENDED cache that holds the longest cached prefix of input_tokens. `retention`: ranges that are worth more than `priority`, and for how long."""
     def drain_events(self, max_events: int | None = None) -> list[KVEvent]:
         """The oldest recorded changes of the tree of reusable blocks; they leave the buffer (config.event_buffer_size). When it overflows the oldest are dropped: see num_dropped_events and snapshot_events."""
+    def forecast_admission(
+        self,
+        running: collections.abc.Sequence[KVCache],
+        final_capacities: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+        request: SequencePlan,
+        tokens_per_step: int = 1,
+        lookahead: int = 0,
+    ) -> AdmissionForecast:
+        """When a request can run to its end without preempting anyone. `running`: active caches and the capacity that each will end with; others keep what they have."""
     def get_chain_keys(
         self,
         tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
@@ -890,14 +983,23 @@ class KVCacheManager:
     def get_page_stride(self, layer_id: int, role: str) -> int:
         """Bytes of one kernel page; page index i starts at base + i * stride."""
     def get_pool_group_of(self, group: int) -> int: ...
+    def get_pool_ratios(self, level: int = 0) -> list[float]:
+        """Share of the level's bytes per pool group."""
     def get_quota(self, level: int = 0) -> int:
         """Bytes in effect."""
     def get_stats(self) -> KVCacheStats: ...
     def get_storage_statistics(self, level: int = 0) -> list[PoolGroupStatistics]:
         """One entry per pool group: total, free and evictable slots."""
+    def get_target_ratios(self, level: int = 0) -> list[float] | None:
+        """What the traffic asks for; None before the first were learnt."""
     def get_tier(self, level: int) -> CacheTier: ...
+    def is_stats_excluded(self, id: int) -> bool: ...
+    def maintain(self, max_pages: int) -> int:
+        """Between steps: work on levels that are on their way to other sizes, at most max_pages pages; how many moved."""
     def make_step_stream(self) -> int:
         """A stream for resume() that stands for steps which the device can't see: pages freed by its caches are used again once the steps submitted until then are complete."""
+    def mark_stats_excluded(self, id: int) -> None:
+        """Caches of this id count for nothing in adjust()."""
     def pin(
         self,
         tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
@@ -912,6 +1014,12 @@ class KVCacheManager:
         reuse_scope: int | ReuseScope | None = None,
     ) -> int:
         """Tokens that create_kv_cache would find now. Any thread."""
+    def resize(self, level: int, quota: int, best_effort: bool = False) -> ResizeResult:
+        """
+        Take a level to `quota` bytes, rounded up, while sequences run; no address changes. Shrinking changes nothing when pages are in the way (reason); with best_effort it returns at once and maintain() goes on.
+
+        Raises ValueError for a quota out of range, MemoryError when it can't grow.
+        """
     def resize_many(
         self,
         caches: collections.abc.Sequence[KVCache],
@@ -963,7 +1071,13 @@ class KVCacheManager:
     @property
     def is_recording(self) -> bool: ...
     @property
+    def is_resizing(self) -> bool:
+        """maintain() has something to do."""
+    @property
     def layer_grouping(self) -> list[list[int]]: ...
+    @property
+    def need_adjustment(self) -> bool:
+        """The lengths of closed sequences ask for other shares of the pool groups."""
     @property
     def num_available_blocks(self) -> int:
         """Blocks that could be had now, evicting what nobody holds."""

@@ -83,6 +83,9 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
     settle();
   }
 
+  // What stands for other threads: called when a wait has nothing to run; true when it did something.
+  void set_on_stuck(std::function<bool()> on_stuck) { on_stuck_ = std::move(on_stuck); }
+
   // ---- streams of a GPU ----
   [[nodiscard]] StreamHandle make_stream() {
     const std::scoped_lock lock(mutex_);
@@ -186,7 +189,7 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
     return tracker_.is_waitable(point);
   }
   void synchronize(TimePoint point) override {
-    while (!reached(point) && run_one()) {
+    while (!reached(point) && (run_one() || (on_stuck_ && on_stuck_()))) {
     }
     if (reached(point)) return;
     if (options_.stuck_throws) throw std::logic_error("[fake] waits for what nothing queued ends");
@@ -531,6 +534,7 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
   std::deque<Batch> batches_;
   std::map<StreamHandle, Stream> streams_;
   StreamHandle last_stream_ = 0;
+  std::function<bool()> on_stuck_;
   std::map<Key, std::vector<TimePoint>> order_;  // of unreached points: what they come after
   std::array<Fault, 6> faults_{};
   std::vector<uint64_t> failures_;

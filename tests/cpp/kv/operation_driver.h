@@ -1,15 +1,13 @@
 // Drives a manager by bytes: a configuration and a sequence of calls, legal or not, with checks
 // that need no expensive model. Random bytes make a property test, a fuzzer's bytes make a fuzz
-// target.
+// target. See operation_setup.h for the configuration.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,121 +16,40 @@
 #include "helicore/kv/introspection.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "helicore/kv/state_digest.h"
+#include "kv/operation_setup.h"
 
 namespace helicore::kv::testing {
 
-// Zeros after its end.
-class ByteSource {
- public:
-  explicit ByteSource(std::span<const uint8_t> bytes) : bytes_(bytes) {}
-  [[nodiscard]] bool is_empty() const { return bytes_.empty(); }
-  uint8_t byte() {
-    if (bytes_.empty()) return 0;
-    const uint8_t value = bytes_[0];
-    bytes_ = bytes_.subspan(1);
-    return value;
-  }
-  int below(int bound) { return bound <= 1 ? 0 : byte() % bound; }
-  bool one_in(int n) { return below(n) == n - 1; }
-  // Mostly small, sometimes at the edges of 32 and 64 bits.
-  int64_t wild() {
-    switch (below(8)) {
-      case 0:
-        return -1 - below(4);
-      case 1:
-        return INT32_MAX - below(4);
-      case 2:
-        return INT64_MAX - below(4);
-      case 3:
-        return INT64_MIN + below(4);
-      default:
-        return below(256);
-    }
-  }
-
- private:
-  std::span<const uint8_t> bytes_;
-};
-
-// What the driver found wrong.
-class DriverFailure : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-struct DriverConfig {
-  KVCacheManagerConfig config{};
-  bool is_plain = true;  // one level of full attention: what was committed and not evicted is found
-};
-
-// Asks for more than a build may support and takes the nearest configuration that it accepts.
-inline DriverConfig driver_config(ByteSource& source) {
-  constexpr int32_t kBlockSizes[] = {1, 2, 3, 4, 8, 16};
-  constexpr double kUtils[] = {1.0, 0.97, 0.5};
-  const int32_t tpb = kBlockSizes[source.below(6)];
-  const int num_blocks = 2 + source.below(30);
-  const int num_layers = 1 + source.below(3);
-  const int wishes = source.byte();
-  const int window = 1 + source.below(40);
-  const int sinks = source.below(4);
-  const auto build = [&](bool levels, bool ssm, bool windows, bool scratch) {
-    KVCacheManagerConfig config;
-    config.tokens_per_block = tpb;
-    int64_t bytes = 0;
-    for (int i = 0; i < num_layers; ++i) {
-      AttentionLayerConfig layer{.layer_id = i, .buffers = {{"k", int64_t{512} * tpb}}};
-      if (wishes >> i & 1) layer.buffers.push_back({"v", int64_t{512} * tpb});
-      if (i > 0 && (wishes & 8) != 0) layer.cache_domain = CacheDomain::kDraft;
-      if (windows && i % 2 == 1) {
-        layer.sliding_window_size = window;
-        layer.num_sink_tokens = sinks;
-      }
-      bytes += 512 * tpb * static_cast<int64_t>(layer.buffers.size());
-      config.layers.push_back(std::move(layer));
-    }
-    if (ssm) {
-      config.layers.push_back(SsmLayerConfig{.layer_id = 9, .buffers = {{"state", 1024}}});
-      config.commit_min_snapshot = true;
-    }
-    if (scratch) config.swa_scratch_reuse = SwaScratchReuseConfig{.max_rewind_len = sinks};
-    config.cache_tiers = {HostCacheTierConfig{bytes * num_blocks}};
-    if (levels) {
-      config.cache_tiers.push_back(HostCacheTierConfig{bytes * num_blocks * 2});
-      if ((wishes & 32) != 0) {
-        config.cache_tiers.push_back(DiskCacheTierConfig{
-            bytes * num_blocks * 3, std::filesystem::temp_directory_path().string()});
-      }
-    }
-    return config;
-  };
-  DriverConfig result;
-  const bool levels = (wishes & 16) != 0, ssm = (wishes & 64) != 0, windows = (wishes & 128) != 0;
-  result.config = build(levels, ssm, windows, windows && sinks == 3);
-  result.is_plain = !levels && !ssm && !windows;
-  const int flags = source.byte();
-  result.config.enable_partial_reuse = (flags & 1) == 0;
-  result.config.reuse_match_backoff = (flags & 2) != 0 ? 1 + (flags >> 6) : 0;
-  result.config.max_util_for_resume = kUtils[(flags >> 2) % 3];
-  result.config.event_buffer_size = (flags & 16) != 0 ? 16 : 0;
-  result.config.enable_stats = (flags & 32) == 0;
-  return result;
-}
-
 // Checks after each call: all invariants; a call that threw or found no room left the whole state
 // as it was; only the errors of misuse are thrown; what is committed is what was said; a prefix is
-// found when it must be and never one that nobody committed.
+// found when it must be and never one that nobody committed; copies are ordered against each other.
+// The manager must not be used once the driver is gone, but for its destructor.
 class OperationDriver {
  public:
-  OperationDriver(KVCacheManager& manager, bool is_plain, ByteSource& source)
-      : manager_(manager), is_plain_(is_plain), source_(source) {}
+  // `fake`: the manager's device, when it is one.
+  OperationDriver(KVCacheManager& manager, const DriverConfig& config, FakeDevice* fake,
+                  ByteSource& source)
+      : manager_(manager),
+        is_plain_(config.is_plain),
+        may_fail_(config.may_fail),
+        fake_(fake),
+        source_(source) {
+    state().now_ns = [now = now_] { return *now; };
+    if (fake_ != nullptr) fake_->set_on_stuck([this] { return complete_all(); });
+  }
+  ~OperationDriver() {
+    if (fake_ != nullptr) fake_->set_on_stuck(nullptr);
+  }
+  OperationDriver(const OperationDriver&) = delete;
+  OperationDriver& operator=(const OperationDriver&) = delete;
 
   void run(int max_operations) {
     for (int i = 0; i < max_operations && !source_.is_empty(); ++i) {
       step();
-      Introspection::check(manager_);
+      check();
     }
     finish();
-    Introspection::check(manager_);
+    check();
   }
   [[nodiscard]] int num_refused() const { return num_refused_; }
   [[nodiscard]] int num_no_room() const { return num_no_room_; }
@@ -143,6 +60,12 @@ class OperationDriver {
     std::unique_ptr<KVCache> cache;
     int scope = 0;
     std::vector<TokenId> committed;
+    PrefetchTicket ticket{};
+  };
+  struct StepStream {
+    StreamHandle handle = 0;
+    uint64_t submitted = 0;
+    uint64_t completed = 0;
   };
   enum class Must { kEither, kThrow, kSucceed };
 
@@ -153,12 +76,22 @@ class OperationDriver {
     return result;
   }
   [[noreturn]] void fail(const std::string& what) const { throw DriverFailure(what); }
-  uint64_t digest() const { return state_digest(Introspection::state(manager_)); }
+  ManagerState& state() const { return Introspection::state(manager_); }
+  uint64_t digest() const { return state_digest(state()); }
+  uint64_t num_failures() const { return state().device->num_failures(); }
+  // The next call has nothing to take in first: failed copies, retention that has run out.
+  bool is_calm() const { return !state().has_new_failures() && !state().timers.any_due(*now_); }
+  void check() const {
+    Introspection::check(manager_);
+    if (fake_ != nullptr && !fake_->violations().empty()) fail(fake_->violations().front());
+  }
 
   // True when the call was done, false when it threw or found no room, and nothing has changed.
   template <typename Call>
   bool attempt(const char* what, Must must, const Call& call) {
     const uint64_t before = digest();
+    const uint64_t failures = num_failures();
+    bool is_calm = this->is_calm();
     bool done = false;
     bool threw = true;
     try {
@@ -167,10 +100,17 @@ class OperationDriver {
     } catch (const InvalidArgument&) {
     } catch (const LogicError&) {
     } catch (const ResourceBusy&) {
+    } catch (const DataLost&) {
+      if (!may_fail_) throw;
+      is_calm = false;
+    } catch (const OutOfMemory&) {
+      if (!may_fail_) throw;
+      is_calm = false;
     }
+    is_calm = is_calm && failures == num_failures();
     if (must == Must::kSucceed && !done) fail(std::string(what) + ": was refused");
     if (must == Must::kThrow && !threw) fail(std::string(what) + ": misuse was accepted");
-    if (!done && digest() != before) {
+    if (!done && is_calm && digest() != before) {
       fail(std::string(what) + (threw ? ": threw" : ": found no room") + " and changed the state");
     }
     (done ? num_done_ : threw ? num_refused_ : num_no_room_) += 1;
@@ -197,12 +137,21 @@ class OperationDriver {
   int block() const { return manager_.tokens_per_block(); }
 
   void step() {
-    const int operation = source_.below(32);
+    const int operation = source_.below(50);
     if (operation < 4) return create();
     if (operation == 4) return probe();
     if (operation == 5) return clear();
+    const bool waits = operation == 6 || operation == 7 || (operation > 7 && operation < 31);
+    if (waits) finish_steps_that_a_call_may_wait_for();
     if (operation == 6) return batch();
     if (operation == 7) return wild_batch();
+    if (operation == 32) return advance_clock();
+    if (operation < 36 && operation > 32) return run_device();
+    if (operation == 36) return poll();
+    if (operation == 37) return pin();
+    if (operation == 38) return drop();
+    if (operation < 42 && operation > 38) return submit();
+    if (operation < 45 && operation > 41) return complete();
     Sequence* sequence = pick();
     if (sequence == nullptr) return create();
     if (operation < 12) return resume(*sequence);
@@ -214,6 +163,10 @@ class OperationDriver {
     if (operation == 28) return stop(*sequence);
     if (operation == 29) return wild(*sequence);
     if (operation == 30) return set_row(*sequence);
+    if (operation == 45) return cancel(*sequence);
+    if (operation == 46) return plan_drop(*sequence);
+    if (operation == 47) return wild_stream(*sequence);
+    if (operation > 47) return prefetch(*sequence);
     close(*sequence);
   }
 
@@ -224,19 +177,177 @@ class OperationDriver {
     const auto tokens = random_tokens(2 * block());
     const bool is_wild = source_.one_in(16);
     const int priority = is_wild ? 101 : source_.one_in(3) ? source_.below(101) : kPriorityDefault;
+    std::vector<RetentionRange> retention;
+    if (source_.one_in(4)) retention.push_back(range());
+    if (!retention.empty() && source_.one_in(2)) retention.push_back(range());
+    const bool is_calm = this->is_calm();
     const int expected = manager_.probe_reuse(tokens, scope_of(sequence.scope));
     attempt("create_kv_cache", is_wild ? Must::kThrow : Must::kEither, [&] {
-      sequence.cache = manager_.create_kv_cache(
-          {.reuse_scope = scope_of(sequence.scope), .input_tokens = tokens, .priority = priority});
+      sequence.cache = manager_.create_kv_cache({.reuse_scope = scope_of(sequence.scope),
+                                                 .input_tokens = tokens,
+                                                 .priority = priority,
+                                                 .retention = retention});
       return true;
     });
     if (sequence.cache == nullptr) return;
     const int matched = sequence.cache->num_committed_tokens();
-    if (matched != expected) fail("create_kv_cache found other tokens than probe_reuse");
+    if (is_calm && matched != expected) {
+      fail("create_kv_cache found other tokens than probe_reuse");
+    }
     check_match(sequence.scope, tokens, matched);
     num_hits_ += matched > 0 ? 1 : 0;
     sequence.committed.assign(tokens.begin(), tokens.begin() + matched);
     sequences_.push_back(std::move(sequence));
+  }
+
+  RetentionRange range() {
+    RetentionRange range{.begin = source_.one_in(8) ? -1 : source_.below(3 * block()),
+                         .priority = source_.below(102)};
+    if (source_.one_in(2)) range.end = range.begin + source_.below(3 * block());
+    if (!source_.one_in(3)) range.duration_ms = source_.below(64);
+    return range;
+  }
+
+  void advance_clock() { *now_ += int64_t{source_.below(64)} * 1'000'000; }
+
+  void run_device() {
+    if (fake_ == nullptr) return;
+    if (source_.one_in(4)) {
+      (void)fake_->run_all();
+    } else {
+      (void)fake_->run_one();
+    }
+  }
+
+  void poll() {
+    for (Sequence& sequence : sequences_) {
+      const bool was_complete = sequence.ticket.is_complete();
+      if (was_complete && !sequence.ticket.is_done()) fail("a complete prefetch is not done");
+      (void)sequence.ticket.is_done();
+    }
+  }
+
+  void prefetch(Sequence& sequence) {
+    const int level = source_.one_in(8) ? manager_.num_levels() - 4 * source_.below(2)
+                                        : source_.below(manager_.num_levels());
+    const bool legal = sequence.cache->status() == CacheStatus::kSuspended && level >= 0 &&
+                       level < manager_.num_levels();
+    attempt("prefetch", legal ? Must::kEither : Must::kThrow, [&] {
+      sequence.ticket = sequence.cache->prefetch(level);
+      return true;
+    });
+  }
+
+  void cancel(Sequence& sequence) {
+    sequence.ticket.cancel();
+    if (fake_ != nullptr) (void)fake_->run_all();
+    bool is_stuck = false;  // behind a step that is not done
+    for (const StepStream& stream : streams_) is_stuck |= stream.completed < stream.submitted;
+    if (fake_ != nullptr && !is_stuck && !sequence.ticket.is_done()) {
+      fail("a cancelled prefetch goes on");
+    }
+  }
+
+  void pin() {
+    if (pins_.size() >= 3) {
+      pins_.erase(pins_.begin() + source_.below(3));
+      return;
+    }
+    const int scope = source_.below(3);
+    const auto tokens = random_tokens(block());
+    attempt("pin", Must::kEither, [&] {
+      pins_.push_back(manager_.pin(tokens, scope_of(scope)));
+      check_match(scope, tokens, pins_.back()->num_committed_tokens());
+      return true;
+    });
+  }
+
+  void plan_drop(Sequence& sequence) {
+    if (plans_.size() >= 4) return drop();
+    const bool legal = sequence.cache->commit_state() != CommitState::kAllowed;
+    attempt("plan_committed_block_drop", legal ? Must::kEither : Must::kThrow, [&] {
+      auto plan = sequence.cache->plan_committed_block_drop();
+      if (plan != nullptr) plans_.push_back(std::move(plan));
+      return true;
+    });
+  }
+
+  void drop() {
+    if (plans_.empty()) return;
+    const auto at = plans_.begin() + source_.below(static_cast<int>(plans_.size()));
+    if (source_.one_in(2)) {
+      (*at)->drop();
+      attempt("drop for the second time", Must::kThrow, [&] {
+        (*at)->drop();
+        return true;
+      });
+    }
+    plans_.erase(at);
+  }
+
+  void submit() {
+    if (streams_.size() < 3 && (streams_.empty() || source_.one_in(4))) {
+      streams_.push_back({manager_.make_step_stream()});
+    }
+    StepStream& stream =
+        streams_[static_cast<size_t>(source_.below(static_cast<int>(streams_.size())))];
+    const uint64_t step = manager_.submit_step(stream.handle);
+    if (step != ++stream.submitted) fail("submit_step gave another number than the next");
+  }
+
+  // What the executor's own thread would do while a call waits for it; a log that is to be replayed
+  // has it before the call instead, for here it is one thread.
+  bool complete_all() {
+    bool any = false;
+    for (StepStream& stream : streams_) {
+      if (stream.completed == stream.submitted) continue;
+      any = true;
+      state().device->complete_step(stream.handle, stream.completed = stream.submitted);
+    }
+    return any;
+  }
+  void finish_steps_that_a_call_may_wait_for() {
+    if (fake_ != nullptr && !manager_.is_recording()) return;
+    for (StepStream& stream : streams_) {
+      if (stream.completed == stream.submitted) continue;
+      manager_.complete_step(stream.handle, stream.completed = stream.submitted);
+    }
+  }
+
+  void complete() {
+    for (StepStream& stream : streams_) {
+      const auto open =
+          static_cast<int>(std::min<uint64_t>(stream.submitted - stream.completed, 9));
+      stream.completed += static_cast<uint64_t>(source_.below(open + 1));
+      manager_.complete_step(stream.handle, stream.completed);
+    }
+  }
+
+  // None, a number that means nothing on this machine, a step stream.
+  std::optional<int64_t> some_stream() {
+    if (streams_.empty() || source_.one_in(2)) return std::nullopt;
+    return streams_[static_cast<size_t>(source_.below(static_cast<int>(streams_.size())))].handle;
+  }
+
+  void wild_stream(Sequence& sequence) {
+    KVCache& cache = *sequence.cache;
+    const int64_t none = source_.one_in(2) ? INT64_MIN : -100000;
+    attempt("set_stream", Must::kThrow, [&] {
+      cache.set_stream(none);
+      return true;
+    });
+    attempt("resume with a bad stream", Must::kThrow, [&] { return cache.resume(none); });
+    attempt("submit_step", Must::kThrow, [&] {
+      (void)manager_.submit_step(none);
+      return true;
+    });
+    if (streams_.empty()) return;
+    const StepStream& stream = streams_.front();
+    attempt("complete_step of no step", Must::kThrow, [&] {
+      manager_.complete_step(stream.handle, stream.submitted + 1);
+      return true;
+    });
+    cache.set_stream(some_stream().value_or(0));
   }
 
   void probe() {
@@ -266,7 +377,7 @@ class OperationDriver {
   }
 
   void clear() {
-    if (!sequences_.empty()) {
+    if (!sequences_.empty() || !pins_.empty()) {
       attempt("clear_reusable_blocks", Must::kThrow, [&] {
         manager_.clear_reusable_blocks();
         return true;
@@ -278,18 +389,22 @@ class OperationDriver {
     }
     if (!source_.one_in(8)) return;
     sequences_.clear();
+    pins_.clear();
     manager_.clear_reusable_blocks();
     committed_.clear();
     cleared_ = true;
-    for (const PoolGroupStatistics& group : manager_.storage_statistics()) {
-      if (group.free + group.pending != group.total) fail("slots leaked");
+    for (int level = 0; level < manager_.num_levels(); ++level) {
+      for (const PoolGroupStatistics& group : manager_.storage_statistics(level)) {
+        if (group.free + group.pending != group.total) fail("slots leaked");
+      }
     }
   }
 
   void resume(Sequence& sequence) {
     KVCache& cache = *sequence.cache;
     const bool legal = cache.status() == CacheStatus::kSuspended;
-    attempt("resume", legal ? Must::kEither : Must::kThrow, [&] { return cache.resume(); });
+    const auto stream = some_stream();
+    attempt("resume", legal ? Must::kEither : Must::kThrow, [&] { return cache.resume(stream); });
   }
 
   void suspend(Sequence& sequence) {
@@ -343,7 +458,7 @@ class OperationDriver {
 
   void fork(Sequence& sequence) {
     if (sequences_.size() >= 10) return;
-    Sequence child{nullptr, sequence.scope, sequence.committed};
+    Sequence child{nullptr, sequence.scope, sequence.committed, {}};
     attempt("fork", is_plain_ ? Must::kSucceed : Must::kEither, [&] {
       child.cache = sequence.cache->fork();
       return true;
@@ -501,9 +616,17 @@ class OperationDriver {
 
   void finish() {
     sequences_.clear();
+    pins_.clear();
+    plans_.clear();
+    for (const StepStream& stream : streams_) {
+      manager_.complete_step(stream.handle, stream.submitted);
+    }
+    if (fake_ != nullptr) (void)fake_->run_all();
     int64_t in_use = 0;
-    for (const PoolGroupStatistics& group : manager_.storage_statistics()) {
-      in_use += group.unavailable() - group.pending;
+    for (int level = 0; level < manager_.num_levels(); ++level) {
+      for (const PoolGroupStatistics& group : manager_.storage_statistics(level)) {
+        in_use += group.unavailable() - group.pending;
+      }
     }
     if (in_use != 0) fail("pages stay in use after the last cache");
     if (!source_.one_in(2)) return;
@@ -516,9 +639,15 @@ class OperationDriver {
 
   KVCacheManager& manager_;
   bool is_plain_;
+  bool may_fail_;
+  FakeDevice* fake_;
   ByteSource& source_;
+  std::shared_ptr<int64_t> now_ = std::make_shared<int64_t>(1);
+  std::vector<StepStream> streams_;
   std::vector<std::unique_ptr<std::vector<int32_t>>> all_rows_;  // outlive the caches
   std::vector<Sequence> sequences_;
+  std::vector<std::unique_ptr<KVCache>> pins_;
+  std::vector<std::unique_ptr<PlannedDrop>> plans_;
   std::vector<std::pair<int, std::vector<TokenId>>> committed_;  // (scope, tokens)
   bool cleared_ = false;
   int num_done_ = 0;

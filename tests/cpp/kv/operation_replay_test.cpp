@@ -51,9 +51,11 @@ Driven drive(uint64_t seed, const RecordingOptions& options) {
   const auto bytes = random_bytes(seed, 4000);
   ByteSource source(bytes);
   const DriverConfig config = driver_config(source);
-  KVCacheManager manager(config.config);
+  auto [device, fake] = driver_device(config, false);
+  KVCacheManager manager(config.config, std::move(device));
+  if (config.may_fail) inject_faults(*fake, false);
   manager.start_recording(options);
-  OperationDriver driver(manager, config.is_plain, source);
+  OperationDriver driver(manager, config, fake, source);
   driver.run(100000);
   return {manager.stop_recording(), driver.num_refused(), driver.num_no_room(), driver.num_hits()};
 }
