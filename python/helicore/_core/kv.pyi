@@ -68,6 +68,7 @@ __all__: list[str] = [
     "ResourceBusyError",
     "RetentionRange",
     "ReuseScope",
+    "ScratchDesc",
     "SequencePlan",
     "SlotDescVariant",
     "SsmLayerConfig",
@@ -429,6 +430,17 @@ class PoolGroupDesc:
     @property
     def variants(self) -> list[SlotDescVariant]: ...
 
+class ScratchDesc:
+    """The blocks [begin, end) of a step that share slots, and those slots."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, range: tuple[int, int], slot_ids: collections.abc.Sequence[int]) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def range(self) -> tuple[int, int]: ...
+    @property
+    def slot_ids(self) -> list[int]: ...
+
 class PageIndexConverter:
     """Turns base page indices into the page indices of one buffer."""
     def __call__(
@@ -437,10 +449,19 @@ class PageIndexConverter:
         | numpy.typing.NDArray[numpy.int32]
         | torch.Tensor,
         index_mode: PageIndexMode = ...,
-    ) -> list[int]: ...
+        scratch: ScratchDesc | None = None,
+    ) -> list[int]:
+        """Page indices of every block, from block 0 on; blocks of `scratch` need PER_LAYER."""
     def __eq__(self, other: typing.Any) -> bool: ...
     def __hash__(self) -> int: ...
-    def __init__(self, scale: int, expansion: int, layer_offset: int) -> None: ...
+    def __init__(
+        self,
+        scale: int,
+        expansion: int,
+        layer_offset: int,
+        scratch_pages_per_block: int = 1,
+        scratch_page: int = 0,
+    ) -> None: ...
     def __repr__(self) -> str: ...
     @property
     def expansion(self) -> int: ...
@@ -448,6 +469,12 @@ class PageIndexConverter:
     def layer_offset(self) -> int: ...
     @property
     def scale(self) -> int: ...
+    @property
+    def scratch_page(self) -> int:
+        """Which of them this one is."""
+    @property
+    def scratch_pages_per_block(self) -> int:
+        """Buffers of the layer in the piece."""
 
 class NoRoom:
     """Why a resize or a resume returned False."""
@@ -758,6 +785,8 @@ class KVCache:
         self, group: int = 0, beam: int = 0
     ) -> numpy.typing.NDArray[numpy.int32]:
         """Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, set_base_page_index_buf or close of this cache."""
+    def get_scratch_desc(self, group: int = 0) -> ScratchDesc | None:
+        """The scratch blocks of the step and their slots; None without any. Valid until the next call that sets capacity or history, suspends or closes."""
     def plan_committed_block_drop(self) -> PlannedDrop | None:
         """A plan to drop what only this sequence's exact continuation would reuse: window pages at its end, its last snapshot. After stop_committing(); None when the committed tokens can't all be reused."""
     def prefetch(self, level: int = 0) -> PrefetchTicket:
@@ -776,6 +805,8 @@ class KVCache:
         """Keep the page table in `buf` (int32, contiguous) from now on; the rest is filled with BAD_PAGE_INDEX. None detaches. suspend() and close() detach too."""
     def stop_committing(self) -> None:
         """Publish the committed part of the last block; nothing may be committed afterwards."""
+    def supports_index_mode(self, index_mode: PageIndexMode) -> bool:
+        """PER_LAYER always; SHARED unless enable_swa_scratch_reuse."""
     def suspend(self) -> None:
         """Unlock the pages but keep them; page tables read BAD_PAGE_INDEX."""
     def truncate(self, num_tokens: int) -> None:
@@ -799,6 +830,13 @@ class KVCache:
         """While ACTIVE, the new stream goes on after what the old one has by now."""
     @cuda_stream.setter
     def cuda_stream(self, arg: int, /) -> None: ...
+    @property
+    def enable_swa_scratch_reuse(self) -> bool:
+        """Whether blocks that no later step reads share slots. Can be set only where the step has no such blocks either way."""
+    @enable_swa_scratch_reuse.setter
+    def enable_swa_scratch_reuse(self, arg: bool, /) -> None: ...
+    @property
+    def has_scratch_slots(self) -> bool: ...
     @property
     def history_length(self) -> int: ...
     @history_length.setter
@@ -969,9 +1007,9 @@ class KVCacheManager:
     def get_layer_group_stats(self) -> list[LayerGroupStats]:
         """Counters of pages, one entry per layer group, since the manager was made."""
     def get_mem_pool_base_address(
-        self, layer_id: int, role: str, index_mode: PageIndexMode = ...
+        self, layer_id: int, role: str, index_mode: PageIndexMode | None = None
     ) -> int:
-        """Address that page indices of the buffer count from."""
+        """Address that page indices of the buffer count from. None is SHARED; with config.swa_scratch_reuse the mode must be given."""
     def get_mem_pool_view(self, layer_id: int, role: str) -> numpy.typing.NDArray[numpy.uint8]:
         """Writable uint8 [num_slots, block bytes] over the pool; row s is the block in slot s."""
     def get_migration_stats(self) -> list[list[MigrationCounters]]:
@@ -1058,6 +1096,8 @@ class KVCacheManager:
         """Raises LogicError when no recording is running."""
     def submit_step(self, stream: int) -> int:
         """Its number, from 1."""
+    def supports_index_mode(self, index_mode: PageIndexMode) -> bool | None:
+        """None when it depends on the cache."""
     def truncate_many(
         self,
         caches: collections.abc.Sequence[KVCache],
