@@ -128,18 +128,9 @@ inline DriverConfig driver_config(ByteSource& source) {
     return config;
   };
   DriverConfig result;
-  bool levels = (wishes & 16) != 0, ssm = (wishes & 64) != 0, windows = (wishes & 128) != 0;
-  for (int given_up = 0; given_up < 4; ++given_up) {
-    result.config = build(levels, ssm, windows, windows && sinks == 3);
-    result.is_plain = !levels && !ssm && !windows && policy == 0;
-    try {
-      result.config.validate();
-      check_supported(result.config);
-      break;
-    } catch (const NotSupported&) {
-      (given_up == 0 ? windows : given_up == 1 ? ssm : levels) = false;
-    }
-  }
+  const bool levels = (wishes & 16) != 0, ssm = (wishes & 64) != 0, windows = (wishes & 128) != 0;
+  result.config = build(levels, ssm, windows, windows && sinks == 3);
+  result.is_plain = !levels && !ssm && !windows && policy == 0;
   const int flags = source.byte();
   result.config.enable_partial_reuse = (flags & 1) == 0;
   result.config.reuse_match_backoff = (flags & 2) != 0 ? 1 + (flags >> 6) : 0;
