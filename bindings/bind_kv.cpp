@@ -16,6 +16,7 @@ void bind_kv_events(nb::module_& m);
 void bind_kv_layout(nb::module_& m);
 void bind_kv_manager(nb::module_& m);
 void bind_kv_recording(nb::module_& m);
+void bind_kv_sizing(nb::module_& m);
 void bind_kv_store(nb::module_& m);
 
 namespace {
@@ -66,6 +67,7 @@ void bind_kv(nb::module_& m) {
   bind_kv_recording(m);
   bind_errors(m);
   bind_kv_cache(m);
+  bind_kv_sizing(m);
   bind_kv_manager(m);
   bind_kv_store(m);
 }

@@ -36,4 +36,13 @@ class ReleaseGilForRows {
   std::optional<nanobind::gil_scoped_release> release_;
 };
 
+// Destroys a bound object without the GIL: for types whose destructor takes a lock or waits for
+// work. Python lets go of an object in any thread, so the holder of that lock may be waiting for
+// the GIL. Use it in a specialisation of nanobind::detail::wrap_destruct before the class is bound.
+template <typename T>
+void destroy_without_gil(void* value) noexcept {
+  const nanobind::gil_scoped_release release;
+  static_cast<T*>(value)->~T();
+}
+
 }  // namespace helicore::bindings

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "gil.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv_casters.h"
 
@@ -55,21 +56,17 @@ class RowKeeper {
 }  // namespace
 }  // namespace helicore::bindings
 
-// Closing takes the manager's lock, which another thread may hold for long and give up only after
-// it got the GIL: a cache that Python lets go of is destroyed without it.
+// Both take the manager's lock.
 template <>
 void nanobind::detail::wrap_destruct<helicore::kv::KVCache>(void* value) noexcept {
   auto* cache = static_cast<helicore::kv::KVCache*>(value);
   const auto rows = helicore::bindings::RowKeeper::instance().take(cache);
-  const nanobind::gil_scoped_release release;
-  cache->~KVCache();
+  helicore::bindings::destroy_without_gil<helicore::kv::KVCache>(value);
 }
 
-// The same for a plan that drops its pages as it goes.
 template <>
 void nanobind::detail::wrap_destruct<helicore::kv::PlannedDrop>(void* value) noexcept {
-  const nanobind::gil_scoped_release release;
-  static_cast<helicore::kv::PlannedDrop*>(value)->~PlannedDrop();
+  helicore::bindings::destroy_without_gil<helicore::kv::PlannedDrop>(value);
 }
 
 namespace helicore::bindings {
@@ -80,6 +77,10 @@ using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 using IndexView = nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>, nb::device::cpu>;
 
 void set_capacity(KVCache& cache, int64_t capacity) {
+  HELICORE_CHECK(!cache.scratch().is_enabled(), "kv.capacity",
+                 "capacity can't be set alone with enable_swa_scratch_reuse; call "
+                 "resize(capacity, history_length), got ",
+                 capacity);
   const nb::gil_scoped_release release;
   if (!cache.resize(capacity)) throw OutOfPages(*cache.last_failure());
 }
@@ -226,6 +227,27 @@ void bind_cache(nb::module_& m) {
           },
           "group"_a, "beam"_a = 0, "valid_only"_a = false, ReleaseGil(),
           "Slots of every block, active or not.");
+  cls.def(
+         "get_scratch_desc",
+         [](const KVCache& self, int32_t group) { return self.scratch().desc(LifeCycleId(group)); },
+         "group"_a = 0,
+         "The scratch blocks of the step and their slots; None without any. Valid until the next "
+         "call that sets capacity or history, suspends or closes.")
+      .def(
+          "supports_index_mode",
+          [](const KVCache& self, PageIndexMode mode) { return self.scratch().supports(mode); },
+          "index_mode"_a, "PER_LAYER always; SHARED unless enable_swa_scratch_reuse.")
+      .def_prop_ro("has_scratch_slots",
+                   [](const KVCache& self) { return self.scratch().has_slots(); })
+      .def_prop_rw(
+          "enable_swa_scratch_reuse",
+          [](const KVCache& self) { return self.scratch().is_enabled(); },
+          [](KVCache& self, bool value) {
+            const nb::gil_scoped_release release;
+            self.scratch().set_enabled(value);
+          },
+          "Whether blocks that no later step reads share slots. Can be set only where the step has "
+          "no such blocks either way.");
   cls.def_prop_rw("capacity", &KVCache::capacity, &set_capacity,
                   "Tokens with storage. Setting it raises OutOfPagesError when there is no room.")
       .def_prop_rw("history_length", &KVCache::history_length, &set_history_length)

@@ -1,6 +1,7 @@
 // Layout descriptions, statistics and reasons of helicore._core.kv.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -57,22 +58,49 @@ void bind_descs(nb::module_& m) {
       .def_ro("pools", &PoolGroupDesc::pools)
       .def_ro("variants", &PoolGroupDesc::variants);
 
+  nb::class_<ScratchDesc> scratch(
+      m, "ScratchDesc", "The blocks [begin, end) of a step that share slots, and those slots.");
+  scratch
+      .def(
+          "__init__",
+          [](ScratchDesc* self, std::pair<int32_t, int32_t> range, std::vector<int32_t> slot_ids) {
+            new (self) ScratchDesc{{range.first, range.second}, std::move(slot_ids)};
+          },
+          "range"_a, "slot_ids"_a)
+      .def_prop_ro("range",
+                   [](const ScratchDesc& d) { return std::pair(d.range.begin, d.range.end); })
+      .def_ro("slot_ids", &ScratchDesc::slot_ids);
+  add_value_semantics(scratch, "ScratchDesc", {"range", "slot_ids"});
+
   nb::class_<PageIndexConverter> converter(
       m, "PageIndexConverter", "Turns base page indices into the page indices of one buffer.");
-  converter.def(nb::init<int32_t, int32_t, int32_t>(), "scale"_a, "expansion"_a, "layer_offset"_a)
+  converter
+      .def(nb::init<int32_t, int32_t, int32_t, int32_t, int32_t>(), "scale"_a, "expansion"_a,
+           "layer_offset"_a, "scratch_pages_per_block"_a = 1, "scratch_page"_a = 0)
       .def_ro("scale", &PageIndexConverter::scale)
       .def_ro("expansion", &PageIndexConverter::expansion)
       .def_ro("layer_offset", &PageIndexConverter::layer_offset)
+      .def_ro("scratch_pages_per_block", &PageIndexConverter::scratch_pages_per_block,
+              "Buffers of the layer in the piece.")
+      .def_ro("scratch_page", &PageIndexConverter::scratch_page, "Which of them this one is.")
       .def(
           "__call__",
-          [](const PageIndexConverter& self, const Int32Arg& base, PageIndexMode mode) {
+          [](const PageIndexConverter& self, const Int32Arg& base, PageIndexMode mode,
+             const std::optional<ScratchDesc>& blocks) {
             const auto indices = base.get("kv.PageIndexConverter", "base_indices");
             std::vector<int32_t> out(indices.size() * static_cast<size_t>(self.expansion));
-            self.convert(indices, out, mode);
+            if (blocks) {
+              self.convert(indices, out, mode, *blocks);
+            } else {
+              self.convert(indices, out, mode);
+            }
             return out;
           },
-          "base_indices"_a, "index_mode"_a = PageIndexMode::kShared);
-  add_value_semantics(converter, "PageIndexConverter", {"scale", "expansion", "layer_offset"});
+          "base_indices"_a, "index_mode"_a = PageIndexMode::kShared, "scratch"_a = nb::none(),
+          "Page indices of every block, from block 0 on; blocks of `scratch` need PER_LAYER.");
+  add_value_semantics(
+      converter, "PageIndexConverter",
+      {"scale", "expansion", "layer_offset", "scratch_pages_per_block", "scratch_page"});
 }
 
 void bind_statistics(nb::module_& m) {

@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include "gil.h"
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv_casters.h"
@@ -14,9 +15,16 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+// Waits for copies that are under way.
+template <>
+void nanobind::detail::wrap_destruct<helicore::kv::KVCacheManager>(void* value) noexcept {
+  helicore::bindings::destroy_without_gil<helicore::kv::KVCacheManager>(value);
+}
+
 namespace helicore::bindings {
 
 void bind_recording_methods(nb::class_<kv::KVCacheManager>& cls);
+void bind_sizing_methods(nb::class_<kv::KVCacheManager>& cls);
 
 namespace {
 
@@ -134,7 +142,8 @@ PoolView pool_view(nb::handle_t<KVCacheManager> self, int32_t layer_id, const st
   const auto descs = manager.pool_group_descs();
   const auto num_slots =
       static_cast<size_t>(descs[static_cast<size_t>(buffer.group.value())].num_slots);
-  return PoolView(reinterpret_cast<uint8_t*>(manager.mem_pool_base_address(layer_id, role)),
+  return PoolView(reinterpret_cast<uint8_t*>(
+                      manager.mem_pool_base_address(layer_id, role, PageIndexMode::kShared)),
                   {num_slots, static_cast<size_t>(buffer.expanded_size)}, self,
                   {buffer.slot_bytes(), 1});
 }
@@ -142,8 +151,11 @@ PoolView pool_view(nb::handle_t<KVCacheManager> self, int32_t layer_id, const st
 void bind_layout_queries(nb::class_<KVCacheManager>& cls) {
   using M = KVCacheManager;
   cls.def("get_mem_pool_base_address", &M::mem_pool_base_address, "layer_id"_a, "role"_a,
-          "index_mode"_a = PageIndexMode::kShared,
-          "Address that page indices of the buffer count from.")
+          "index_mode"_a = nb::none(),
+          "Address that page indices of the buffer count from. None is SHARED; with "
+          "config.swa_scratch_reuse the mode must be given.")
+      .def("supports_index_mode", &M::supports_index_mode, "index_mode"_a,
+           "None when it depends on the cache.")
       .def("get_mem_pool_view", &pool_view, "layer_id"_a, "role"_a,
            "Writable uint8 [num_slots, block bytes] over the pool; row s is the block in slot s.")
       .def("get_page_stride", &M::page_stride, "layer_id"_a, "role"_a,
@@ -256,6 +268,7 @@ void bind_manager(nb::module_& m) {
                    "Blocks that fit when nothing else is there.");
   bind_layout_queries(cls);
   bind_recording_methods(cls);
+  bind_sizing_methods(cls);
 }
 
 }  // namespace

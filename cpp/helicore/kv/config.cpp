@@ -29,10 +29,6 @@ void check_buffers(int32_t layer_id, const std::vector<BufferConfig>& buffers) {
   }
 }
 
-[[noreturn]] void not_supported(const std::string& reason) {
-  throw NotSupported(detail::concat("[", kWhere, "] ", reason));
-}
-
 }  // namespace
 
 void GpuCacheTierConfig::validate() const { check_quota("GpuCacheTierConfig", quota); }
@@ -191,12 +187,6 @@ void KVCacheManagerConfig::validate() const {
   HELICORE_CHECK(event_buffer_size >= 0, kWhere, "event_buffer_size must be >= 0, got ",
                  event_buffer_size);
   check_rebalance(*this);
-}
-
-void check_supported(const KVCacheManagerConfig& config) {
-  if (config.swa_scratch_reuse) {
-    not_supported("swa_scratch_reuse: scratch blocks are not supported; use None");
-  }
 }
 
 }  // namespace helicore::kv

@@ -1,7 +1,6 @@
 // Configuration of a KV cache manager: value types with the rules that each field obeys. The
 // manager copies its config; later changes have no effect. validate() throws InvalidArgument naming
-// the field, the value and the rule; what a valid config asks but this build can't do yet is
-// refused by check_supported() with NotSupported.
+// the field, the value and the rule.
 #pragma once
 
 #include <cstdint>
@@ -127,8 +126,5 @@ struct KVCacheManagerConfig {
   }
   friend bool operator==(const KVCacheManagerConfig&, const KVCacheManagerConfig&) = default;
 };
-
-// Throws NotSupported naming the first field that asks for what this build lacks.
-void check_supported(const KVCacheManagerConfig& config);
 
 }  // namespace helicore::kv

@@ -27,10 +27,13 @@ void check_cache_page(const ManagerState& state, const KVCache& cache, size_t in
   const LifeCycle& life_cycle = state.life_cycle(lc);
   const bool is_stale =
       life_cycle.stale_range(cache.history_length(), cache.tokens_per_block()).contains(ordinal);
+  const bool is_scratch = Introspection::is_scratch(cache, ordinal, lc);
+  HELICORE_ASSERT(!is_scratch || handle.is_null(), kWhere, "scratch block ", ordinal, " of cache ",
+                  cache.id(), " has a page");
   if (handle.is_null()) {
     HELICORE_ASSERT(entry == kBadPageIndex, kWhere, "page table of cache ", cache.id(),
                     " at block ", ordinal, " where there is no page");
-    HELICORE_ASSERT(is_stale || life_cycle.kind == LayerType::kSsm ||
+    HELICORE_ASSERT(is_stale || life_cycle.kind == LayerType::kSsm || is_scratch ||
                         (!cache.is_active() && life_cycle.policy != ReusePolicy::kRequired),
                     kWhere, "cache ", cache.id(), " has no page for block ", ordinal);
     return;
@@ -48,6 +51,26 @@ void check_cache_page(const ManagerState& state, const KVCache& cache, size_t in
   HELICORE_ASSERT(page.life_cycle == lc, kWhere, "life cycle of page ", handle.id);
   HELICORE_ASSERT(entry == (is_live ? page.slot.value() : kBadPageIndex), kWhere,
                   "page table of cache ", cache.id(), " at block ", ordinal);
+}
+
+void check_scratch(const ManagerState& state, const KVCache& cache,
+                   std::unordered_map<PageId, Uses>& uses) {
+  for (size_t lc = 0; lc < state.num_life_cycles; ++lc) {
+    const auto pages = Introspection::scratch_pages(cache, lc);
+    const int32_t wanted = cache.is_active() ? Introspection::num_scratch_wanted(cache, lc) : 0;
+    HELICORE_ASSERT(pages.size() == static_cast<size_t>(wanted), kWhere, "cache ", cache.id(),
+                    " has ", pages.size(), " scratch slots of layer group ", lc, ", needs ",
+                    wanted);
+    for (PageHandle handle : pages) {
+      HELICORE_ASSERT(state.store.pages().is_current(handle), kWhere, "scratch slot of cache ",
+                      cache.id(), " was freed");
+      const PageRecord& page = state.store.page(handle.id);
+      HELICORE_ASSERT(page.life_cycle == lc && page.node == kNoNode && page.hold_count == 1, kWhere,
+                      "scratch page ", handle.id, " of cache ", cache.id());
+      ++uses[handle.id].holds;
+      ++uses[handle.id].locks;
+    }
+  }
 }
 
 void check_cache(const ManagerState& state, const KVCache& cache,
@@ -70,6 +93,7 @@ void check_cache(const ManagerState& state, const KVCache& cache,
   for (size_t i = 0; i < pages.size(); ++i) {
     check_cache_page(state, cache, i, full, uses);
   }
+  check_scratch(state, cache, uses);
   if (const PageHandle held = Introspection::state_page(cache); !held.is_null()) {
     HELICORE_ASSERT(state.store.pages().is_current(held), kWhere, "state of cache ", cache.id());
     ++uses[held.id].holds;

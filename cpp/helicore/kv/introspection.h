@@ -25,6 +25,15 @@ struct Introspection {
   static std::span<const TokenId> tail_tokens(const KVCache& cache) { return cache.tail_tokens_; }
   static const PrefetchState& prefetch(const KVCache& cache) { return cache.prefetch_; }
   static bool may_share(const KVCache& cache) { return cache.may_share_; }
+  static std::span<const PageHandle> scratch_pages(const KVCache& cache, size_t life_cycle) {
+    return cache.scratch_.pages(life_cycle);
+  }
+  static int32_t num_scratch_wanted(const KVCache& cache, size_t life_cycle) {
+    return cache.scratch_.num_wanted(life_cycle, cache.cursors());
+  }
+  static bool is_scratch(const KVCache& cache, int32_t ordinal, size_t life_cycle) {
+    return cache.scratch_.is_scratch(ordinal, life_cycle, cache.cursors());
+  }
   static bool needs_copy(const KVCache& cache) { return cache.needs_copy_; }
   static const int32_t* table(const KVCache& cache, size_t life_cycle) {
     return cache.tables_[life_cycle].data;

@@ -33,7 +33,8 @@ KVCacheFields::KVCacheFields(ManagerState& state, const CreateArgs& args)
       reused_by_level_(static_cast<size_t>(state.store.num_levels()), 0),
       scope_(args.scope) {}
 
-KVCache::KVCache(ManagerState& state, const CreateArgs& args) : KVCacheFields(state, args) {
+KVCache::KVCache(ManagerState& state, const CreateArgs& args)
+    : KVCacheFields(state, args), scratch_(*this, state.config.enable_swa_scratch_reuse()) {
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
   const NodeId root = state.tree.find_or_create_root(scope_);
   std::vector<NodeId>& path = state.path_scratch;
@@ -229,7 +230,9 @@ KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,
     HELICORE_CHECK(blocks <= max_blocks_, "kv.resize", "capacity needs ", blocks,
                    " page table entries, the row set by set_base_page_index_buf has ", max_blocks_);
   }
-  return {static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
+  const Cursors next{static_cast<int32_t>(new_capacity), static_cast<int32_t>(new_history)};
+  if (!is_plain_) scratch_.check_resize("kv.resize", next);
+  return next;
 }
 
 void KVCache::check_commit(size_t num_tokens) const {
@@ -240,6 +243,9 @@ void KVCache::check_commit(size_t num_tokens) const {
   HELICORE_CHECK(num_tokens <= static_cast<size_t>(capacity_ - num_committed_), "kv.commit",
                  "tokens must fit into the capacity: ", num_committed_, " committed + ", num_tokens,
                  " > capacity ", capacity_);
+  if (is_plain_) return;
+  scratch_.check_history(
+      "kv.commit", std::max(history_length_, num_committed_ + static_cast<int32_t>(num_tokens)));
 }
 
 void KVCache::check_tokens(std::span<const TokenId> tokens) const {
@@ -252,7 +258,7 @@ bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
   // A commit may have adopted a page that is still on its way: the stream has yet to wait for it.
   if (may_share_ || is_lost_ || !waits_.empty() || !has_blocks_for(cursors.capacity) ||
       cursors.capacity <= int64_t{num_blocks_ - 1} * tokens_per_block_ ||
-      (!is_plain_ && makes_stale(cursors.history))) {
+      (!is_plain_ && (makes_stale(cursors.history) || scratch_.concerns(cursors)))) {
     return false;
   }
   capacity_ = cursors.capacity;
@@ -327,10 +333,6 @@ void KVCache::set_stream(int64_t stream) {
 
 TimePoint KVCache::fence() const {
   return is_active() ? state_->fence(device_stream()) : TimePoint();
-}
-
-bool KVCache::can_wait_for(TimePoint point) const {
-  return state_->device->is_waitable(point) || fence().timeline() == point.timeline();
 }
 
 void KVCache::wait_for(TimePoint point) {

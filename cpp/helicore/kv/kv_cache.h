@@ -17,6 +17,7 @@
 #include "helicore/kv/prefetch.h"
 #include "helicore/kv/rebalance.h"
 #include "helicore/kv/retention.h"
+#include "helicore/kv/scratch.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
 
@@ -37,11 +38,11 @@ class KVCacheManager;
 //
 //   commit state: ALLOWED --- stop_committing(), close(), commit(is_end) ---> USER_STOP
 //
-// Cursors, in tokens:  num_committed <= history <= capacity,  blocks == ceil(capacity /
-// tokens_per_block)
-//   [0, num_committed)        final: their full blocks are in the radix tree and may be reused by
-//   others [num_committed, history)  written, still private [history, capacity)       reserved for
-//   the next step
+// Cursors, in tokens:  num_committed <= history <= capacity; ceil(capacity / tokens_per_block)
+// blocks
+//   [0, num_committed)        final: full blocks are in the radix tree and may be reused
+//   [num_committed, history)  written, still private
+//   [history, capacity)       reserved for the next step
 //
 // Owner: the caller. The manager knows its open caches and must outlive them; destroying one closes
 // it. Threads: one thread drives a cache at a time; different caches of a manager may be driven by
@@ -136,6 +137,9 @@ class KVCache : private KVCacheFields {
   // Goes on after the old one. Throws LogicError while a step of that runs, InvalidArgument for a
   // negative number that is no step stream.
   void set_stream(int64_t stream);
+  // Of prefill steps with swa_scratch_reuse.
+  [[nodiscard]] const ScratchSlots& scratch() const noexcept { return scratch_; }
+  [[nodiscard]] ScratchSlots& scratch() noexcept { return scratch_; }
   // Why the last resume or resize returned false; nullopt after a success.
   [[nodiscard]] const std::optional<NoRoom>& last_failure() const noexcept { return last_failure_; }
 
@@ -144,6 +148,7 @@ class KVCache : private KVCacheFields {
   friend class LevelSizer;
   friend class PrefetchTicket;
   friend struct ManagerState;
+  friend class ScratchSlots;
   friend struct Introspection;
 
   // Matches and holds; call with the lock.
@@ -152,19 +157,14 @@ class KVCache : private KVCacheFields {
   // The fork of `parent`; call with the lock.
   KVCache(const KVCache& parent, std::optional<int64_t> id);
 
-  struct Cursors {
-    int32_t capacity = 0;
-    int32_t history = 0;
-  };
+  using Cursors = StepCursors;
+  [[nodiscard]] Cursors cursors() const noexcept { return {capacity_, history_length_}; }
   // Validates the arguments of resize; changes nothing.
   [[nodiscard]] Cursors check_resize(std::optional<int64_t> capacity,
                                      std::optional<int64_t> history) const;
   void check_commit(size_t num_tokens) const;
   // The last check of a commit while blocks may be shared with forks; call with the lock.
   void check_forked_commit(std::span<const TokenId> tokens) const;
-  // Whether the pages of the block, as far as the tree shows them, hold these tokens.
-  [[nodiscard]] bool agrees_with_forks(int32_t ordinal, NodeId parent,
-                                       std::span<const TokenId> tokens) const noexcept;
   [[nodiscard]] int32_t check_truncate(const char* where, int64_t num_tokens) const;
   void check_tokens(std::span<const TokenId> tokens) const;
   void check_intact(const char* where) const;
@@ -172,7 +172,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
   [[nodiscard]] bool fills_no_block(size_t num_tokens) const noexcept;
   void commit_into_tail(std::span<const TokenId> tokens);
-  // Blocks would become stale if history grew to this.
   [[nodiscard]] bool makes_stale(int32_t history) const noexcept;
 
   // With the lock held, arguments checked.
@@ -180,7 +179,7 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] std::optional<NoRoom> make_room_to_resize(const Cursors& cursors,
                                                           int32_t num_blocks);
   void shrink_locked(int32_t num_blocks);
-  void grow_locked(int32_t num_blocks, int32_t history);
+  void grow_locked(int32_t num_blocks, const Cursors& cursors);
   [[nodiscard]] bool truncate_within_blocks(int32_t num_tokens) noexcept;
   // Throws when a window has let go of blocks that the shorter history needs.
   void check_rewind(const char* where, int32_t num_tokens) const;
@@ -189,7 +188,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
-  void wait_for_state();
   // What others read of our pages comes after what our stream has by now.
   void set_written_locked();
   void suspend_locked();
@@ -206,16 +204,15 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] NodeId tail_node_with_own_pages();
   [[nodiscard]] bool is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept;
   void close_locked();
-  // Starts the next batch of a prefetch when the last has arrived.
   void pump_prefetch();
   // Moves history on; blocks that become stale are let go, or kept until they are committed.
   void advance_history(int32_t history);
   void let_go_stale(int32_t ordinal, size_t life_cycle);
-  [[nodiscard]] std::vector<Yield> count_yields(int32_t history) const;
-  // New blocks of the life cycle that get pages when there are `num_blocks`.
-  [[nodiscard]] int32_t count_growth(size_t life_cycle, int32_t num_blocks, int32_t history) const;
+  [[nodiscard]] std::vector<Yield> count_yields(const Cursors& cursors) const;
+  // New pages of the life cycle: of blocks, and scratch slots.
+  [[nodiscard]] int32_t count_growth(size_t life_cycle, const Cursors& cursors) const;
   // Drops pages that advance_history() made droppable until the blocks to come have slots.
-  void drop_stale_until(int32_t num_blocks, int32_t history);
+  void drop_stale_until(const Cursors& cursors);
   [[nodiscard]] bool keeps_stale_until_commit(int32_t ordinal, size_t life_cycle) const noexcept;
 
   // Slots per pool group for the private copies that rows from history_length() on need in blocks
@@ -223,7 +220,6 @@ class KVCache : private KVCacheFields {
   bool add_copies(int32_t end, std::span<int32_t> need) const;
   [[nodiscard]] bool must_copy(int32_t ordinal, size_t life_cycle) const noexcept;
   [[nodiscard]] bool must_copy_state() const noexcept;
-  // Held by another cache or shown by the tree.
   [[nodiscard]] bool is_shared(int32_t ordinal) const noexcept;
   [[nodiscard]] bool any_shared(int32_t begin, int32_t end) const noexcept;
   // Gives the blocks that add_copies() counts private copies; needs the slots. Throws what the
@@ -252,8 +248,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] StreamHandle device_stream() const noexcept;
   [[nodiscard]] TimePoint fence() const;
   void wait_for(TimePoint point);
-  // False for a step of another stream that is not done: only the caller can end it.
-  [[nodiscard]] bool can_wait_for(TimePoint point) const;
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
@@ -262,7 +256,6 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;
   // The page is locked by this cache: active, with a page there that is not stale.
   [[nodiscard]] bool is_live(int32_t ordinal, size_t life_cycle) const noexcept;
-  // The node that shows a page of the block; kNoNode when none does.
   [[nodiscard]] NodeId shown_node(int32_t ordinal) const noexcept;
   [[nodiscard]] int32_t num_full_blocks() const noexcept {
     return num_committed_ / tokens_per_block_;
@@ -274,7 +267,8 @@ class KVCache : private KVCacheFields {
     return pages_[static_cast<size_t>(ordinal) * tables_.size() + life_cycle];
   }
   [[nodiscard]] const IndexTable& table(LifeCycleId group, int beam) const;
-  [[nodiscard]] size_t num_tail_tokens() const noexcept { return tail_tokens_.size(); }
+
+  ScratchSlots scratch_;
 };
 
 }  // namespace helicore::kv

@@ -12,6 +12,7 @@ void KVCache::commit_locked(std::span<const TokenId> tokens, bool is_end) {
   const auto block = static_cast<size_t>(tokens_per_block_);
   const int32_t history =
       std::max(history_length_, num_committed_ + static_cast<int32_t>(tokens.size()));
+  scratch_.give_up({capacity_, history});
   if (makes_stale(history)) advance_history(history);
   history_length_ = history;
   while (tail_tokens_.size() + tokens.size() >= block) {
@@ -110,7 +111,11 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   }
   if (!is_live(ordinal, life_cycle)) return true;  // the tree has it: ours goes
   if (store.page(theirs).level == kHotLevel) {
-    if (!can_wait_for(store.filled(theirs))) return false;
+    // A step of another stream that is not done: only the caller can end it.
+    const TimePoint filled = store.filled(theirs);
+    if (!state_->device->is_waitable(filled) && filled.timeline() != fence().timeline()) {
+      return false;
+    }
     const PageHandle adopted = store.pages().handle(theirs);
     store.hold(theirs, priority_of(ordinal));
     store.lock(adopted);
@@ -257,23 +262,6 @@ NodeId KVCache::tail_node_with_own_pages() {
   return state_->tree.find_cover(tail_node_, tail_tokens_);
 }
 
-bool KVCache::agrees_with_forks(int32_t ordinal, NodeId parent,
-                                std::span<const TokenId> tokens) const noexcept {
-  for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    const PageHandle handle = page(ordinal, lc);
-    if (handle.is_null()) continue;
-    const PageRecord& record = state_->store.page(handle.id);
-    if (record.node == kNoNode) continue;
-    const auto theirs =
-        state_->tree.tokens(record.node).first(static_cast<size_t>(record.num_tokens));
-    if (parent == kNoNode || state_->tree.node(record.node).parent != parent ||
-        !std::equal(theirs.begin(), theirs.end(), tokens.begin())) {
-      return false;
-    }
-  }
-  return true;
-}
-
 void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
   const RadixTree& tree = state_->tree;
   const auto end = num_committed_ + static_cast<int32_t>(tokens.size());
@@ -284,6 +272,14 @@ void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
                       " on with a fork; call resize() before writing them");
   }
   // Rows that forks share hold the same tokens; whoever comes second must name the same ones.
+  const auto agrees = [&](PageHandle handle, NodeId parent, std::span<const TokenId> own) {
+    const NodeId shown = handle.is_null() ? kNoNode : state_->store.page(handle.id).node;
+    if (shown == kNoNode) return true;
+    const auto covered = static_cast<size_t>(state_->store.page(handle.id).num_tokens);
+    const auto theirs = tree.tokens(shown).first(covered);
+    return parent != kNoNode && tree.node(shown).parent == parent &&
+           std::equal(theirs.begin(), theirs.end(), own.begin());
+  };
   const auto block = static_cast<size_t>(tokens_per_block_);
   std::vector<TokenId> next = tail_tokens_;
   NodeId parent = tail_node_;
@@ -291,8 +287,10 @@ void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
     const size_t taken = block - next.size();
     next.insert(next.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
     tokens = tokens.subspan(taken);
-    HELICORE_CHECK(agrees_with_forks(b, parent, next), "kv.commit", "tokens of block ", b,
-                   " must be those that a fork committed for the same rows");
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      HELICORE_CHECK(agrees(page(b, lc), parent, next), "kv.commit", "tokens of block ", b,
+                     " must be those that a fork committed for the same rows");
+    }
     if (parent != kNoNode) parent = tree.find_child(parent, next);
     next.clear();
   }

@@ -31,6 +31,7 @@ int32_t KVCache::check_truncate(const char* where, int64_t num_tokens) const {
   HELICORE_CHECK(!state_->ssm || num_tokens >= history_length_, where,
                  "num_tokens must be >= history_length ", history_length_,
                  ": a recurrent state can't be rewound, got ", num_tokens);
+  scratch_.check_truncate(where, static_cast<int32_t>(num_tokens));
   return static_cast<int32_t>(num_tokens);
 }
 
@@ -109,7 +110,8 @@ KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t>
       reused_by_level_(parent.reused_by_level_),
       scope_(parent.scope_) {}
 
-KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id) : KVCacheFields(parent, id) {
+KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
+    : KVCacheFields(parent, id), scratch_(*this, parent.scratch_.is_enabled()) {
   ManagerState& state = *state_;
   const int32_t num_blocks = ceil_div(parent.history_length_, tokens_per_block_);
   tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));

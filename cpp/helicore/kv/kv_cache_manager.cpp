@@ -349,10 +349,18 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
 }
 
 uint64_t KVCacheManager::mem_pool_base_address(int32_t layer_id, const std::string& role,
-                                               PageIndexMode mode) const {
+                                               std::optional<PageIndexMode> mode) const {
   const BufferAttr& buffer = buffer_attr(layer_id, role);
+  HELICORE_CHECK(mode || !state_->config.swa_scratch_reuse, "kv.mem_pool_base_address",
+                 "index_mode must be given with config.swa_scratch_reuse, got None");
   const uint64_t base = address_of(state_->store.pool_address(buffer.group, buffer.pool));
-  return mode == PageIndexMode::kShared ? base + static_cast<uint64_t>(buffer.offset) : base;
+  const bool is_shared = mode.value_or(PageIndexMode::kShared) == PageIndexMode::kShared;
+  return is_shared ? base + static_cast<uint64_t>(buffer.offset) : base;
+}
+
+std::optional<bool> KVCacheManager::supports_index_mode(PageIndexMode mode) const noexcept {
+  if (mode == PageIndexMode::kShared && state_->config.swa_scratch_reuse) return std::nullopt;
+  return true;
 }
 
 const BufferAttr& KVCacheManager::buffer_attr(int32_t layer_id, const std::string& role) const {
@@ -376,7 +384,8 @@ int64_t KVCacheManager::page_index_upper_bound(int32_t layer_id, const std::stri
 PageIndexConverter KVCacheManager::page_index_converter(int32_t layer_id,
                                                         const std::string& role) const {
   const BufferAttr& buffer = buffer_attr(layer_id, role);
-  return {buffer.scale, buffer.expansion, buffer.layer_offset()};
+  return {buffer.scale, buffer.expansion, buffer.layer_offset(), buffer.layer_slot_util,
+          buffer.layer_slot_index};
 }
 
 LifeCycleId KVCacheManager::layer_group_id(int32_t layer_id) const {

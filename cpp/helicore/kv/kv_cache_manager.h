@@ -147,8 +147,13 @@ class KVCacheManager {
                                                      const SequencePlan& request) const;
 
   // Layout. Unknown layers, roles and groups throw InvalidArgument.
-  [[nodiscard]] uint64_t mem_pool_base_address(int32_t layer_id, const std::string& role,
-                                               PageIndexMode mode = PageIndexMode::kShared) const;
+  // What page indices of the buffer count from. No mode means SHARED, and is refused with
+  // InvalidArgument when config.swa_scratch_reuse is set: scratch blocks exist in PER_LAYER alone.
+  [[nodiscard]] uint64_t mem_pool_base_address(
+      int32_t layer_id, const std::string& role,
+      std::optional<PageIndexMode> mode = std::nullopt) const;
+  // Nothing: it depends on the cache (ScratchSlots::supports).
+  [[nodiscard]] std::optional<bool> supports_index_mode(PageIndexMode mode) const noexcept;
   [[nodiscard]] const BufferAttr& buffer_attr(int32_t layer_id, const std::string& role) const;
   [[nodiscard]] int64_t page_stride(int32_t layer_id, const std::string& role) const;
   [[nodiscard]] int32_t page_index_scale(int32_t layer_id, const std::string& role) const;

@@ -72,8 +72,12 @@ void KVCache::pump_prefetch() {
     bytes +=
         state.layout.groups()[PoolGroupId(state.store.page(handle.id).pool_group)].slot_bytes();
   }
-  const auto reason = state.migrator.make_room({.level = prefetch_.level, .pages = pages});
-  if (reason) {
+  bool has_room = false;
+  try {
+    has_room = !state.migrator.make_room({.level = prefetch_.level, .pages = pages});
+  } catch (const std::exception&) {  // the device refused; the pages are where a resume finds them
+  }
+  if (!has_room) {
     prefetch_.is_short = true;
     left.clear();
     return;

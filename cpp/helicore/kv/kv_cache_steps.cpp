@@ -25,16 +25,20 @@ bool KVCache::resize_locked(const Cursors& cursors) {
     return fail(*reason, state.stats.failed_resizes);
   }
   if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
-  wait_for_state();
+  // The state is written in place, and forks may still copy from it. Rows of blocks don't care:
+  // those that a fork reads are not written again.
+  if (!state_page_.is_null()) wait_for(state.store.last_use(state_page_.id));
+  scratch_.give_up(cursors);
   if (makes_stale(cursors.history)) {
     advance_history(cursors.history);
-    if (num_blocks > num_blocks_) drop_stale_until(num_blocks, cursors.history);
+    drop_stale_until(cursors);
   }
   if (num_blocks > num_blocks_) {
-    grow_locked(num_blocks, cursors.history);
+    grow_locked(num_blocks, cursors);
   } else {
     shrink_locked(num_blocks);
   }
+  scratch_.fill(cursors);
   capacity_ = cursors.capacity;
   history_length_ = cursors.history;
   owns_rows_ = true;
@@ -43,12 +47,17 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   return true;
 }
 
-int32_t KVCache::count_growth(size_t life_cycle, int32_t num_blocks, int32_t history) const {
-  if (state_->is_ssm(life_cycle) || num_blocks <= num_blocks_) return 0;
-  const auto dead = stale(life_cycle, history);
-  const int32_t begin = std::clamp(dead.begin, num_blocks_, num_blocks);
-  const int32_t end = std::clamp(dead.end, num_blocks_, num_blocks);
-  return num_blocks - num_blocks_ - (end - begin);
+int32_t KVCache::count_growth(size_t life_cycle, const Cursors& cursors) const {
+  if (state_->is_ssm(life_cycle)) return 0;
+  const int32_t num_blocks = ceil_div(cursors.capacity, tokens_per_block_);
+  const int32_t scratch = scratch_.num_missing(life_cycle, cursors);
+  if (num_blocks <= num_blocks_) return scratch;
+  const auto new_blocks_in = [&](const HalfOpenRange<int32_t>& range) {
+    return std::clamp(range.end, num_blocks_, num_blocks) -
+           std::clamp(range.begin, num_blocks_, num_blocks);
+  };
+  return num_blocks - num_blocks_ - new_blocks_in(stale(life_cycle, cursors.history)) -
+         new_blocks_in(scratch_.range(life_cycle, cursors)) + scratch;
 }
 
 std::optional<NoRoom> KVCache::make_room_to_resize(const Cursors& cursors, int32_t num_blocks) {
@@ -56,22 +65,26 @@ std::optional<NoRoom> KVCache::make_room_to_resize(const Cursors& cursors, int32
   std::vector<int32_t>& need = state.need_scratch;
   need.assign(state.slots_per_block.count(), 0);
   const bool copies = add_copies(std::min(num_blocks, num_blocks_), need);
-  if (num_blocks <= num_blocks_ && !copies) return std::nullopt;
+  const bool has_scratch = scratch_.concerns(cursors);
+  if (num_blocks <= num_blocks_ && !copies && !has_scratch) return std::nullopt;
   std::vector<int32_t> least;
   if (copies) least = need;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     const size_t group = state.group_of(lc);
-    const int64_t needed = int64_t{need[group]} + count_growth(lc, num_blocks, cursors.history);
+    const int64_t needed = int64_t{need[group]} + count_growth(lc, cursors);
     // More than there will ever be: no memory is taken for tables of that size.
     if (const auto reason = state.exceeds_total(group, needed)) return reason;
     need[group] = static_cast<int32_t>(needed);
   }
   reserve_amortised(pages_, static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
-  if (!makes_stale(cursors.history)) return state.migrator.make_room({.fresh = need});
+  scratch_.reserve(cursors);
+  if (!makes_stale(cursors.history) && !has_scratch) {
+    return state.migrator.make_room({.fresh = need});
+  }
   // Blocks that this resize makes stale give their slots. Private ones are free at once; what the
   // tree shows is dropped when nothing else will do.
-  std::vector<Yield> yields = count_yields(cursors.history);
+  std::vector<Yield> yields = count_yields(cursors);
   const auto less = [&](const auto& give) {
     for (size_t g = 0; g < need.size(); ++g) {
       need[g] = std::max(copies ? least[g] : 0, need[g] - give(yields[g]));
@@ -84,15 +97,18 @@ std::optional<NoRoom> KVCache::make_room_to_resize(const Cursors& cursors, int32
   return state.migrator.make_room({.fresh = need}) ? reason : std::nullopt;
 }
 
-std::vector<Yield> KVCache::count_yields(int32_t history) const {
+std::vector<Yield> KVCache::count_yields(const Cursors& cursors) const {
   const ManagerState& state = *state_;
   std::vector<Yield> yields(state.slots_per_block.count());
   const TimePoint point = fence();
   if (!point.is_none() && !state.device->is_waitable(point)) return yields;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     const auto before = stale(lc, history_length_);
-    const auto after = stale(lc, history);
+    const auto after = stale(lc, cursors.history);
     const int32_t end = std::min(after.end, num_blocks_);
+    if (scratch_.is_enabled()) {
+      yields[state.group_of(lc)].freed += scratch_.num_given_up(lc, cursors);
+    }
     for (int32_t b = std::max(after.begin, before.end); b < end; ++b) {
       if (page(b, lc).is_null() || keeps_stale_until_commit(b, lc)) continue;
       const PageRecord& record = state.store.page(page(b, lc).id);
@@ -104,12 +120,12 @@ std::vector<Yield> KVCache::count_yields(int32_t history) const {
   return yields;
 }
 
-void KVCache::drop_stale_until(int32_t num_blocks, int32_t history) {
+void KVCache::drop_stale_until(const Cursors& cursors) {
   ManagerState& state = *state_;
   std::vector<int32_t>& need = state.need_scratch;
   need.assign(state.slots_per_block.count(), 0);
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    need[state.group_of(lc)] += count_growth(lc, num_blocks, history);
+    need[state.group_of(lc)] += count_growth(lc, cursors);
   }
   for (PageHandle handle : stale_released_) {
     if (!state.store.pages().is_current(handle)) continue;
@@ -162,16 +178,17 @@ PageHandle KVCache::fresh_page(int32_t ordinal, size_t life_cycle) {
   return handle;
 }
 
-void KVCache::grow_locked(int32_t num_blocks, int32_t history) {
+void KVCache::grow_locked(int32_t num_blocks, const Cursors& cursors) {
   ManagerState& state = *state_;
   const auto added = static_cast<size_t>(num_blocks - num_blocks_);
   pages_.resize(static_cast<size_t>(num_blocks) * tables_.size());
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    const auto dead = stale(lc, history);
+    const auto dead = stale(lc, cursors.history);
+    const auto scratch = scratch_.range(lc, cursors);
     const bool has_pages = !state.is_ssm(lc);
     for (int32_t b = num_blocks_; b < num_blocks; ++b) {
       tables_[lc].data[b] = kBadPageIndex;
-      if (!has_pages || dead.contains(b)) continue;
+      if (!has_pages || dead.contains(b) || scratch.contains(b)) continue;
       const PageHandle handle = fresh_page(b, lc);
       page(b, lc) = handle;
       tables_[lc].data[b] = state.store.page(handle.id).slot.value();
@@ -219,9 +236,11 @@ std::optional<NoRoom> KVCache::make_room_to_resume(bool keep_sources) {
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     if (state.is_ssm(lc)) continue;
     const auto dead = stale(lc, history_length_);
+    const auto scratch = scratch_.range(lc, cursors());
+    need[state.group_of(lc)] += scratch_.num_wanted(lc, cursors());
     for (int32_t b = 0; b < num_blocks_; ++b) {
       const PageHandle handle = page(b, lc);
-      if (dead.contains(b)) continue;
+      if (dead.contains(b) || scratch.contains(b)) continue;
       if (handle.is_null()) {
         ++need[state.group_of(lc)];  // not reused: a page of its own
         continue;
@@ -231,6 +250,7 @@ std::optional<NoRoom> KVCache::make_room_to_resume(bool keep_sources) {
     }
   }
   if (!state_page_.is_null() && !must_copy_state()) pages.push_back(state_page_.id);
+  scratch_.reserve(cursors());
   return state.migrator.make_room({.fresh = need, .pages = pages});
 }
 
@@ -262,8 +282,9 @@ void KVCache::lock_pages() {
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     if (state_->is_ssm(lc)) continue;
     const auto dead = stale(lc, history_length_);
+    const auto scratch = scratch_.range(lc, cursors());
     for (int32_t b = 0; b < num_blocks_; ++b) {
-      if (dead.contains(b)) continue;
+      if (dead.contains(b) || scratch.contains(b)) continue;
       PageHandle& handle = page(b, lc);
       if (handle.is_null()) {
         handle = fresh_page(b, lc);
@@ -274,16 +295,11 @@ void KVCache::lock_pages() {
       tables_[lc].data[b] = store.page(handle.id).slot.value();
     }
   }
+  scratch_.fill(cursors());
   if (state_page_.is_null()) return;
   store.lock(state_page_);
   wait_for(store.filled(state_page_.id));
-  wait_for_state();
-}
-
-void KVCache::wait_for_state() {
-  // It is written in place, and forks may still copy from it. Rows of blocks don't care: those that
-  // a fork reads are not written again.
-  if (!state_page_.is_null()) wait_for(state_->store.last_use(state_page_.id));
+  wait_for(store.last_use(state_page_.id));  // see resize_locked()
 }
 
 void KVCache::set_written_locked() {
@@ -302,6 +318,7 @@ void KVCache::set_written_locked() {
 void KVCache::suspend_locked() {
   PageStore& store = state_->store;
   set_written_locked();
+  scratch_.release_all();
   if (!state_page_.is_null()) store.unlock(state_page_, fence());
   // Last block first: it leaves the level before those in front of it.
   for (int32_t b = num_blocks_ - 1; b >= 0; --b) {
@@ -331,6 +348,7 @@ void KVCache::close_locked() {
   commit_state_ = CommitState::kUserStop;
   state_->sizer.on_close(id_, lengths_);
   release_state();
+  scratch_.release_all();
   shrink_locked(0);
   state_->tree.unpin(tail_node_);
   tail_node_ = kNoNode;

@@ -64,9 +64,14 @@ StorageLayout::StorageLayout(const KVCacheManagerConfig& config, const LifeCycle
         const CoalescedBuffer& piece = variant.coalesced_buffers[p];
         for (size_t i = 0; i < piece.buffer_ids.size(); ++i) {
           const BufferId& id = piece.buffer_ids[i];
+          const auto is_same_layer = [&](const BufferId& other) {
+            return other.layer_id == id.layer_id;
+          };
           const auto same_layer =
-              std::count_if(piece.buffer_ids.begin(), piece.buffer_ids.end(),
-                            [&](const BufferId& other) { return other.layer_id == id.layer_id; });
+              std::count_if(piece.buffer_ids.begin(), piece.buffer_ids.end(), is_same_layer);
+          const auto before = std::count_if(
+              piece.buffer_ids.begin(), piece.buffer_ids.begin() + static_cast<std::ptrdiff_t>(i),
+              is_same_layer);
           buffers_[id] = {.life_cycle = variant.life_cycle,
                           .group = group,
                           .pool = PoolIndex(static_cast<int32_t>(p)),
@@ -74,7 +79,8 @@ StorageLayout::StorageLayout(const KVCacheManagerConfig& config, const LifeCycle
                           .expanded_size = piece.single_buffer_size,
                           .expansion = 1,
                           .scale = static_cast<int32_t>(piece.buffer_ids.size()),
-                          .layer_slot_util = static_cast<int32_t>(same_layer)};
+                          .layer_slot_util = static_cast<int32_t>(same_layer),
+                          .layer_slot_index = static_cast<int32_t>(before)};
         }
       }
     }
@@ -106,6 +112,32 @@ void PageIndexConverter::convert(std::span<const int32_t> base, std::span<int32_
     const int32_t page = slot == kBadPageIndex ? 0 : (slot * scale + offset) * expansion;
     for (int32_t k = 0; k < expansion; ++k) {
       out[at++] = slot == kBadPageIndex ? kBadPageIndex : page + k;
+    }
+  }
+}
+
+void PageIndexConverter::convert(std::span<const int32_t> base, std::span<int32_t> out,
+                                 PageIndexMode mode, const ScratchDesc& scratch) const {
+  constexpr const char* kWhere = "kv.PageIndexConverter";
+  HELICORE_CHECK(mode == PageIndexMode::kPerLayer, kWhere,
+                 "index_mode must be PER_LAYER with scratch blocks, got SHARED");
+  HELICORE_CHECK(scratch.range.begin >= 0 && scratch.range.begin <= scratch.range.end, kWhere,
+                 "scratch.range must be in order and >= 0, got [", scratch.range.begin, ", ",
+                 scratch.range.end, ")");
+  const int64_t num_blocks = scratch.range.end - scratch.range.begin;
+  const int64_t needed = (num_blocks * scratch_pages_per_block + scale - 1) / scale;
+  HELICORE_CHECK(static_cast<int64_t>(scratch.slot_ids.size()) >= needed, kWhere,
+                 "scratch.slot_ids must have ", needed, " entries for ", num_blocks,
+                 " blocks, got ", scratch.slot_ids.size());
+  convert(base, out, mode);
+  const auto end = std::min<int64_t>(scratch.range.end, static_cast<int64_t>(base.size()));
+  for (int64_t o = scratch.range.begin; o < end; ++o) {
+    const int64_t t = (o - scratch.range.begin) * scratch_pages_per_block + scratch_page;
+    const int32_t slot = scratch.slot_ids[static_cast<size_t>(t / scale)];
+    const int64_t place = (t % scale + layer_offset - scratch_page) % scale;
+    const auto page = static_cast<int32_t>((int64_t{slot} * scale + place) * expansion);
+    for (int32_t k = 0; k < expansion; ++k) {
+      out[static_cast<size_t>(o * expansion + k)] = page + k;
     }
   }
 }

@@ -33,11 +33,12 @@ struct BufferAttr {
   LifeCycleId life_cycle{0};
   PoolGroupId group{0};
   PoolIndex pool{0};
-  int64_t offset = 0;           // bytes inside the slot's piece
-  int64_t expanded_size = 0;    // bytes of one block: size * expansion
-  int32_t expansion = 1;        // kernel pages per block: tokens_per_block / override
-  int32_t scale = 1;            // buffers in the piece; slot index -> page index
-  int32_t layer_slot_util = 1;  // buffers of the same layer in the piece
+  int64_t offset = 0;            // bytes inside the slot's piece
+  int64_t expanded_size = 0;     // bytes of one block: size * expansion
+  int32_t expansion = 1;         // kernel pages per block: tokens_per_block / override
+  int32_t scale = 1;             // buffers in the piece; slot index -> page index
+  int32_t layer_slot_util = 1;   // buffers of the same layer in the piece, back to back
+  int32_t layer_slot_index = 0;  // which of those it is
 
   [[nodiscard]] int64_t page_stride() const noexcept { return expanded_size / expansion; }
   [[nodiscard]] int64_t slot_bytes() const noexcept { return expanded_size * scale; }
@@ -94,17 +95,35 @@ class StorageLayout {
   int32_t tokens_per_block_;
 };
 
+// The blocks of a step that share slots, and those slots.
+struct ScratchDesc {
+  HalfOpenRange<int32_t> range{};
+  std::vector<int32_t> slot_ids{};
+  friend bool operator==(const ScratchDesc&, const ScratchDesc&) = default;
+};
+
 // Turns base page indices (slots) into the page indices of one buffer. BAD stays BAD.
 //   SHARED:    base * scale, relative to the buffer's own base address
 //   PER_LAYER: base * scale + layer_offset, relative to the pool's base address
-// then every index i becomes i * expansion + k for k in [0, expansion).
+// Scratch blocks, which are BAD in `base`, lie page after page in the slots of their description,
+// each layer from its own place on and around the end of the slot. With u pages per block, of which
+// the buffer is number j, block o of the range [begin, end) and t = (o - begin) * u + j:
+//   PER_LAYER: slot_ids[t / scale] * scale + (t mod scale + layer_offset - j) mod scale
+// Layers use the same pages: one layer is done with a step before the next begins.
+// Then every index i becomes i * expansion + k for k in [0, expansion).
 struct PageIndexConverter {
   int32_t scale = 1;
   int32_t expansion = 1;
   int32_t layer_offset = 0;
+  int32_t scratch_pages_per_block = 1;  // buffers of the layer in the piece
+  int32_t scratch_page = 0;             // which of them this one is
 
-  // `out` holds base.size() * expansion entries.
+  // base[o] is block o; `out` holds base.size() * expansion entries.
   void convert(std::span<const int32_t> base, std::span<int32_t> out, PageIndexMode mode) const;
+  // With the scratch blocks of the same sequence and life cycle. PER_LAYER only; blocks of the
+  // range past base.size() are left out.
+  void convert(std::span<const int32_t> base, std::span<int32_t> out, PageIndexMode mode,
+               const ScratchDesc& scratch) const;
   friend bool operator==(const PageIndexConverter&, const PageIndexConverter&) = default;
 };
 

@@ -120,7 +120,7 @@ std::optional<NoRoom> LevelSizer::find_obstacle(int level, PoolGroupId group) {
   for (PageId id : store.pages_beyond_limit(level, group)) tail.push_back(store.pages().handle(id));
   const int64_t room = int64_t{slots.num_free()} + store.num_clean_below_limit(level, group) -
                        state_.migrator.bounce(group, level);
-  const Evacuation way = plan_evacuation(tail, room, kAllPages);
+  Evacuation way = plan_evacuation(tail, room, kAllPages, false);
   std::vector<TimePoint> points;
   const bool is_stepped_on = !slots.collect_tail_points(*state_.device, points);
   if (way.stuck + way.missing > 0 || is_stepped_on) {
@@ -128,7 +128,10 @@ std::optional<NoRoom> LevelSizer::find_obstacle(int level, PoolGroupId group) {
     reason.pending += is_stepped_on ? 1 : 0;
     return reason;
   }
-  return state_.migrator.check_push_down(way.victims);
+  const auto reason = state_.migrator.check_push_down(way.victims);
+  if (!reason) return std::nullopt;
+  way = plan_evacuation(tail, room, kAllPages, true);
+  return state_.migrator.check_push_down(way.victims) ? reason : std::nullopt;
 }
 
 // ---------------------------------------------------------------------------- on the way there
@@ -223,8 +226,15 @@ int64_t LevelSizer::evacuate(int level, PoolGroupId group, int64_t max_pages) {
   const auto room = [&] {
     return int64_t{store.room(level, group)} - state_.migrator.bounce(group, level);
   };
-  const Evacuation way = plan_evacuation(look_at_tail(level, group, max_pages), room(), max_pages);
-  int64_t moved = push_down(way.victims);
+  const std::vector<PageHandle> tail = look_at_tail(level, group, max_pages);
+  Evacuation way = plan_evacuation(tail, room(), max_pages, false);
+  int64_t moved = 0;
+  if (!way.victims.empty() && state_.migrator.push_down(way.victims)) {
+    way = plan_evacuation(tail, room(), max_pages, true);
+    moved = push_some_down(way.victims);
+  } else {
+    moved = static_cast<int64_t>(way.victims.size());
+  }
   std::vector<PageId> pages;
   for (PageHandle page : way.pages) {
     const auto count = static_cast<int64_t>(pages.size());
@@ -267,7 +277,7 @@ bool LevelSizer::is_in_tail(PageHandle page, int level) const {
 }
 
 LevelSizer::Evacuation LevelSizer::plan_evacuation(std::span<const PageHandle> tail, int64_t room,
-                                                   int64_t max_pages) const {
+                                                   int64_t max_pages, bool spare_held) const {
   const PageStore& store = state_.store;
   Evacuation way;
   for (PageHandle page : tail) {
@@ -280,12 +290,13 @@ LevelSizer::Evacuation LevelSizer::plan_evacuation(std::span<const PageHandle> t
   const int64_t excess = static_cast<int64_t>(way.pages.size()) - std::max<int64_t>(room, 0);
   if (excess <= 0) return way;
   const PageRecord& first = store.page(way.pages.front().id);
-  way.victims = state_.migrator.next_victims(PoolGroupId(first.pool_group), first.level, excess);
+  way.victims =
+      state_.migrator.next_victims(PoolGroupId(first.pool_group), first.level, excess, spare_held);
   way.missing = excess - static_cast<int64_t>(way.victims.size());
   return way;
 }
 
-int64_t LevelSizer::push_down(std::span<const PageId> victims) {
+int64_t LevelSizer::push_some_down(std::span<const PageId> victims) {
   for (size_t count = victims.size(); count > 0; count /= 2) {
     if (!state_.migrator.push_down(victims.first(count))) return static_cast<int64_t>(count);
   }

@@ -126,7 +126,7 @@ class LevelSizer {
   int64_t advance(int level, int64_t max_pages);
   int64_t shrink_group(int level, PoolGroupId group, int64_t max_pages);
   int64_t evacuate(int level, PoolGroupId group, int64_t max_pages);
-  int64_t push_down(std::span<const PageId> victims);
+  int64_t push_some_down(std::span<const PageId> victims);
   void grow_groups(int level);
   void finish_if_reached(int level);
   // Pages that are still in the tail, from a part of it whose size follows from `max_pages`; takes
@@ -134,9 +134,10 @@ class LevelSizer {
   [[nodiscard]] std::vector<PageHandle> look_at_tail(int level, PoolGroupId group,
                                                      int64_t max_pages);
   [[nodiscard]] bool is_in_tail(PageHandle page, int level) const;
-  // `room`: slots below the limit that pages can move to.
+  // `room`: slots below the limit that pages can move to. `spare_held`: pages that nobody holds are
+  // the first victims.
   [[nodiscard]] Evacuation plan_evacuation(std::span<const PageHandle> tail, int64_t room,
-                                           int64_t max_pages) const;
+                                           int64_t max_pages, bool spare_held) const;
 
   [[nodiscard]] ResizeResult report(int level) const;
   [[nodiscard]] GroupSlots capacities(int level) const;

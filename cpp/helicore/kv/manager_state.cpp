@@ -18,7 +18,6 @@ constexpr int64_t kMaxReservedBytes = int64_t{16} << 40;
 
 KVCacheManagerConfig checked(KVCacheManagerConfig config) {
   config.validate();
-  check_supported(config);
   return config;
 }
 
@@ -126,6 +125,7 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
       has_windows(any_window(registry)),
       max_util_ppm(util_ppm(config.max_util_for_resume)),
       slots_per_block(layout.groups().count(), 0),
+      scratch_parts(registry.count()),
       num_life_cycles(registry.count()),
       levels(split_levels(config, registry, layout, *device)),
       store(layout, *device, specs_of(config, levels), ssm),
@@ -142,6 +142,7 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
     const LifeCycleId id(static_cast<int32_t>(i));
     life_cycle_stats[id].domain = registry[id].domain;
     life_cycle_stats[id].pool_group = layout.group_of(id);
+    scratch_parts[id] = scratch_fraction(layout, id);
   }
   for (size_t i = 0; i < num_life_cycles; ++i) {
     if (is_ssm(i)) continue;

@@ -58,6 +58,7 @@ struct ManagerState {
   const bool has_windows;
   const int64_t max_util_ppm;
   TypedVec<PoolGroupId, int32_t> slots_per_block;  // attention life cycles of each group
+  TypedVec<LifeCycleId, Fraction> scratch_parts;   // scratch_fraction() of each
   size_t num_life_cycles = 0;
 
   // Guards everything below: exclusive for changes, shared for probes and statistics.

@@ -81,6 +81,7 @@ std::optional<NoRoom> Migrator::push_down(std::span<const PageId> pages) {
 std::optional<NoRoom> Migrator::check_push_down(std::span<const PageId> pages) {
   if (pages.empty()) return std::nullopt;
   const Marks marks(*this);
+  spare_held_ = true;
   return plan_push_down(pages);
 }
 
@@ -94,12 +95,17 @@ std::optional<NoRoom> Migrator::plan_push_down(std::span<const PageId> pages) {
   return place_victims(PoolGroupId(first.pool_group), first.level);
 }
 
-std::vector<PageId> Migrator::next_victims(PoolGroupId group, int level, int64_t count) const {
+std::vector<PageId> Migrator::next_victims(PoolGroupId group, int level, int64_t count,
+                                           bool spare_held) const {
   std::vector<PageId> found;
   const EvictionQueue& queue = store_.queue(group, level);
-  for (PageId id = queue.front(); id != kNoPage && static_cast<int64_t>(found.size()) < count;
-       id = queue.after(store_.pages(), id)) {
-    if (!store_.is_fenced(id)) found.push_back(id);
+  for (int pass = spare_held ? 0 : 1; pass < 2; ++pass) {
+    for (PageId id = queue.front(); id != kNoPage && static_cast<int64_t>(found.size()) < count;
+         id = queue.after(store_.pages(), id)) {
+      const bool is_held = store_.page(id).hold_count > 0;
+      if (store_.is_fenced(id) || (spare_held && is_held != (pass == 1))) continue;
+      found.push_back(id);
+    }
   }
   return found;
 }

@@ -47,8 +47,10 @@ class Migrator {
   [[nodiscard]] std::optional<NoRoom> push_down(std::span<const PageId> pages);
   // The same question without doing anything.
   [[nodiscard]] std::optional<NoRoom> check_push_down(std::span<const PageId> pages);
-  // The next pages of the level's queue that may leave it, in that order, at most `count`.
-  [[nodiscard]] std::vector<PageId> next_victims(PoolGroupId group, int level, int64_t count) const;
+  // The next pages of the level's queue that may leave it, in that order, at most `count`; with
+  // `spare_held` those that nobody holds come first.
+  [[nodiscard]] std::vector<PageId> next_victims(PoolGroupId group, int level, int64_t count,
+                                                 bool spare_held) const;
   // Slots that a level keeps for pages in passing.
   [[nodiscard]] int32_t bounce(PoolGroupId group, int level) const noexcept;
   // Why `needed` slots can't be had, as it is now.

@@ -147,7 +147,6 @@ KVCacheManagerConfig config_for(const OperationLog& log, const ReplayOptions& op
   if (options.config) return *options.config;
   const KVCacheManagerConfig config = at_home(log);
   config.validate();
-  check_supported(config);
   return options.shrink_pages ? shrunk(config, log.slots) : config;
 }
 

@@ -28,6 +28,11 @@ void PageStore::move(std::span<const PageId> pages, int level) {
   after_.clear();
   taken_.clear();
   taken_.reserve(pages.size());
+  // A page that returns to its copy needs it, whatever the others of the batch take.
+  for (PageId id : pages) {
+    PageRecord& page = pages_[id];
+    if (page.copy_slot.value() >= 0 && page.copy_level == level) page.to_copy = true;
+  }
   for (PageId id : pages) {
     const PageRecord& page = pages_[id];
     const PoolGroupId group_id(page.pool_group);
@@ -72,6 +77,7 @@ void PageStore::settle_on_copy(PageId id) {
   page.level = page.copy_level;
   page.slot = page.copy_slot;
   page.copy_slot = SlotId(kBadPageIndex);
+  page.to_copy = false;
   requeue(id);
 }
 

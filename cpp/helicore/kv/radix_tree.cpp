@@ -241,16 +241,6 @@ void RadixTree::show(NodeId node, LifeCycleId life_cycle, PageHandle page,
   store_.publish(page, node, num_tokens);
 }
 
-void RadixTree::take_from(NodeId node, LifeCycleId life_cycle) {
-  pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = kNoPage;
-  update_gap(node);
-  if (is_removable(node)) {
-    prune(node);
-  } else if (events_ != nullptr) {
-    events_->page_removed(keys_[node.value()], life_cycle);
-  }
-}
-
 void RadixTree::hide(NodeId node, LifeCycleId life_cycle) {
   PageId& place = pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())];
   const PageId page = std::exchange(place, kNoPage);

@@ -17,6 +17,16 @@
 
 namespace helicore::kv {
 
+void RadixTree::take_from(NodeId node, LifeCycleId life_cycle) {
+  pages_[node.value() * num_life_cycles_ + static_cast<size_t>(life_cycle.value())] = kNoPage;
+  update_gap(node);
+  if (is_removable(node)) {
+    prune(node);
+  } else if (events_ != nullptr) {
+    events_->page_removed(keys_[node.value()], life_cycle);
+  }
+}
+
 bool RadixTree::serves_at(const LifeCycle& life_cycle, int32_t depth,
                           int32_t first) const noexcept {
   const auto block = static_cast<int32_t>(tokens_per_block_);

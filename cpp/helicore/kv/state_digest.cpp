@@ -53,6 +53,10 @@ void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
   add(Introspection::state_page(cache));
   const PrefetchState& prefetch = Introspection::prefetch(cache);
   mixer.add(cache.is_lost(), prefetch.level, prefetch.pages.size(), prefetch.is_short);
+  mixer.add(cache.scratch().is_enabled());
+  for (size_t lc = 0; lc < state.num_life_cycles; ++lc) {
+    for (const PageHandle& handle : Introspection::scratch_pages(cache, lc)) add(handle);
+  }
 }
 
 // Nodes are summed up: their numbers and the order of siblings do not count, the pages of a node

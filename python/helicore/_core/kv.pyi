@@ -9,6 +9,7 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "AdmissionForecast",
     "AttentionLayerConfig",
     "AttentionReusePolicy",
     "BAD_PAGE_INDEX",
@@ -63,9 +64,12 @@ __all__: list[str] = [
     "RecordingSummary",
     "ReplayDifference",
     "ReplayReport",
+    "ResizeResult",
     "ResourceBusyError",
     "RetentionRange",
     "ReuseScope",
+    "ScratchDesc",
+    "SequencePlan",
     "SlotDescVariant",
     "SsmLayerConfig",
     "SwaScratchReuseConfig",
@@ -426,6 +430,17 @@ class PoolGroupDesc:
     @property
     def variants(self) -> list[SlotDescVariant]: ...
 
+class ScratchDesc:
+    """The blocks [begin, end) of a step that share slots, and those slots."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(self, range: tuple[int, int], slot_ids: collections.abc.Sequence[int]) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def range(self) -> tuple[int, int]: ...
+    @property
+    def slot_ids(self) -> list[int]: ...
+
 class PageIndexConverter:
     """Turns base page indices into the page indices of one buffer."""
     def __call__(
@@ -434,10 +449,19 @@ class PageIndexConverter:
         | numpy.typing.NDArray[numpy.int32]
         | torch.Tensor,
         index_mode: PageIndexMode = ...,
-    ) -> list[int]: ...
+        scratch: ScratchDesc | None = None,
+    ) -> list[int]:
+        """Page indices of every block, from block 0 on; blocks of `scratch` need PER_LAYER."""
     def __eq__(self, other: typing.Any) -> bool: ...
     def __hash__(self) -> int: ...
-    def __init__(self, scale: int, expansion: int, layer_offset: int) -> None: ...
+    def __init__(
+        self,
+        scale: int,
+        expansion: int,
+        layer_offset: int,
+        scratch_pages_per_block: int = 1,
+        scratch_page: int = 0,
+    ) -> None: ...
     def __repr__(self) -> str: ...
     @property
     def expansion(self) -> int: ...
@@ -445,6 +469,12 @@ class PageIndexConverter:
     def layer_offset(self) -> int: ...
     @property
     def scale(self) -> int: ...
+    @property
+    def scratch_page(self) -> int:
+        """Which of them this one is."""
+    @property
+    def scratch_pages_per_block(self) -> int:
+        """Buffers of the layer in the piece."""
 
 class NoRoom:
     """Why a resize or a resume returned False."""
@@ -755,6 +785,8 @@ class KVCache:
         self, group: int = 0, beam: int = 0
     ) -> numpy.typing.NDArray[numpy.int32]:
         """Zero-copy int32 slots of the blocks. Valid until the next resize, commit, suspend, set_base_page_index_buf or close of this cache."""
+    def get_scratch_desc(self, group: int = 0) -> ScratchDesc | None:
+        """The scratch blocks of the step and their slots; None without any. Valid until the next call that sets capacity or history, suspends or closes."""
     def plan_committed_block_drop(self) -> PlannedDrop | None:
         """A plan to drop what only this sequence's exact continuation would reuse: window pages at its end, its last snapshot. After stop_committing(); None when the committed tokens can't all be reused."""
     def prefetch(self, level: int = 0) -> PrefetchTicket:
@@ -773,6 +805,8 @@ class KVCache:
         """Keep the page table in `buf` (int32, contiguous) from now on; the rest is filled with BAD_PAGE_INDEX. None detaches. suspend() and close() detach too."""
     def stop_committing(self) -> None:
         """Publish the committed part of the last block; nothing may be committed afterwards."""
+    def supports_index_mode(self, index_mode: PageIndexMode) -> bool:
+        """PER_LAYER always; SHARED unless enable_swa_scratch_reuse."""
     def suspend(self) -> None:
         """Unlock the pages but keep them; page tables read BAD_PAGE_INDEX."""
     def truncate(self, num_tokens: int) -> None:
@@ -796,6 +830,13 @@ class KVCache:
         """While ACTIVE, the new stream goes on after what the old one has by now."""
     @cuda_stream.setter
     def cuda_stream(self, arg: int, /) -> None: ...
+    @property
+    def enable_swa_scratch_reuse(self) -> bool:
+        """Whether blocks that no later step reads share slots. Can be set only where the step has no such blocks either way."""
+    @enable_swa_scratch_reuse.setter
+    def enable_swa_scratch_reuse(self, arg: bool, /) -> None: ...
+    @property
+    def has_scratch_slots(self) -> bool: ...
     @property
     def history_length(self) -> int: ...
     @history_length.setter
@@ -831,10 +872,89 @@ class KVCache:
     @property
     def tokens_per_block(self) -> int: ...
 
+class ResizeResult:
+    """What became of a resize of a level."""
+    def __bool__(self) -> bool: ...
+    def __repr__(self) -> str: ...
+    @property
+    def done(self) -> bool:
+        """Every pool group has the slots of the new quota."""
+    @property
+    def minimum(self) -> int:
+        """Bytes: the least that the level can have."""
+    @property
+    def pending(self) -> list[int]:
+        """Slots still to be given back (> 0) or to be had (< 0), per pool group."""
+    @property
+    def quota(self) -> int:
+        """Bytes in effect: the old ones until the memory is back."""
+    @property
+    def reason(self) -> NoRoom | None:
+        """What is in the way; None when it is only time."""
+    @property
+    def slots(self) -> list[int]:
+        """That each pool group hands out now."""
+
+class SequencePlan:
+    """How far a sequence will go, in tokens."""
+    @staticmethod
+    def of_request(
+        prompt_length: int, output_tokens: int, reused_blocks: int, tokens_per_block: int
+    ) -> SequencePlan:
+        """Slots for the prompt at its first step, then output_tokens - 1 steps. reused_blocks: blocks of the prompt that running sequences hold."""
+    def __init__(
+        self,
+        capacity: int,
+        history_length: int,
+        final_capacity: int,
+        *,
+        tokens_per_step: int = 1,
+        lookahead: int = 0,
+        shared_blocks: int = 0,
+    ) -> None: ...
+    @property
+    def capacity(self) -> int:
+        """Of the step at hand."""
+    @property
+    def final_capacity(self) -> int:
+        """Of the last step."""
+    @property
+    def history_length(self) -> int:
+        """Of the step at hand."""
+    @property
+    def lookahead(self) -> int:
+        """Tokens at the end of capacity that never become history."""
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks from the start that others hold as well."""
+    @property
+    def tokens_per_step(self) -> int: ...
+
+class AdmissionForecast:
+    """When a request fits."""
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    @property
+    def fits_now(self) -> bool: ...
+    @property
+    def limiting_pool_group(self) -> int:
+        """The one that is short for longest, or has the fewest slots to spare."""
+    @property
+    def peak_needed(self) -> int:
+        """Slots of that group: the most that the request holds."""
+    @property
+    def steps_until_fits(self) -> int | None:
+        """Until it can run to its end without preempting anyone; None: never."""
+
 class KVCacheManager:
     """Owns the pools, the pages and the radix tree of reusable blocks."""
     def __init__(self, config: KVCacheManagerConfig) -> None:
         """Raises ValueError, NotSupportedError (naming the field) or MemoryError."""
+    def adjust(self) -> bool:
+        """Start to move memory between pool groups; maintain() goes on. False: nothing to do."""
+    def clamp_max_seq_len_for_mem(self, batch_size: int, upper: int) -> int:
+        """The most tokens, <= upper, that one sequence can have next to batch_size - 1 of one token."""
     def clear_reusable_blocks(self) -> None:
         """Forget every cached prefix. Raises ResourceBusyError while caches are open."""
     def commit_many(
@@ -865,6 +985,17 @@ class KVCacheManager:
         """A SUSPENDED cache that holds the longest cached prefix of input_tokens. `retention`: ranges that are worth more than `priority`, and for how long."""
     def drain_events(self, max_events: int | None = None) -> list[KVEvent]:
         """The oldest recorded changes of the tree of reusable blocks; they leave the buffer (config.event_buffer_size). When it overflows the oldest are dropped: see num_dropped_events and snapshot_events."""
+    def forecast_admission(
+        self,
+        running: collections.abc.Sequence[KVCache],
+        final_capacities: collections.abc.Sequence[int]
+        | numpy.typing.NDArray[numpy.int32]
+        | torch.Tensor,
+        request: SequencePlan,
+        tokens_per_step: int = 1,
+        lookahead: int = 0,
+    ) -> AdmissionForecast:
+        """When a request can run to its end without preempting anyone. `running`: active caches and the capacity that each will end with; others keep what they have."""
     def get_chain_keys(
         self,
         tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
@@ -876,9 +1007,9 @@ class KVCacheManager:
     def get_layer_group_stats(self) -> list[LayerGroupStats]:
         """Counters of pages, one entry per layer group, since the manager was made."""
     def get_mem_pool_base_address(
-        self, layer_id: int, role: str, index_mode: PageIndexMode = ...
+        self, layer_id: int, role: str, index_mode: PageIndexMode | None = None
     ) -> int:
-        """Address that page indices of the buffer count from."""
+        """Address that page indices of the buffer count from. None is SHARED; with config.swa_scratch_reuse the mode must be given."""
     def get_mem_pool_view(self, layer_id: int, role: str) -> numpy.typing.NDArray[numpy.uint8]:
         """Writable uint8 [num_slots, block bytes] over the pool; row s is the block in slot s."""
     def get_migration_stats(self) -> list[list[MigrationCounters]]:
@@ -890,14 +1021,23 @@ class KVCacheManager:
     def get_page_stride(self, layer_id: int, role: str) -> int:
         """Bytes of one kernel page; page index i starts at base + i * stride."""
     def get_pool_group_of(self, group: int) -> int: ...
+    def get_pool_ratios(self, level: int = 0) -> list[float]:
+        """Share of the level's bytes per pool group."""
     def get_quota(self, level: int = 0) -> int:
         """Bytes in effect."""
     def get_stats(self) -> KVCacheStats: ...
     def get_storage_statistics(self, level: int = 0) -> list[PoolGroupStatistics]:
         """One entry per pool group: total, free and evictable slots."""
+    def get_target_ratios(self, level: int = 0) -> list[float] | None:
+        """What the traffic asks for; None before the first were learnt."""
     def get_tier(self, level: int) -> CacheTier: ...
+    def is_stats_excluded(self, id: int) -> bool: ...
+    def maintain(self, max_pages: int) -> int:
+        """Between steps: work on levels that are on their way to other sizes, at most max_pages pages; how many moved."""
     def make_step_stream(self) -> int:
         """A stream for resume() that stands for steps which the device can't see: pages freed by its caches are used again once the steps submitted until then are complete."""
+    def mark_stats_excluded(self, id: int) -> None:
+        """Caches of this id count for nothing in adjust()."""
     def pin(
         self,
         tokens: collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32] | torch.Tensor,
@@ -912,6 +1052,12 @@ class KVCacheManager:
         reuse_scope: int | ReuseScope | None = None,
     ) -> int:
         """Tokens that create_kv_cache would find now. Any thread."""
+    def resize(self, level: int, quota: int, best_effort: bool = False) -> ResizeResult:
+        """
+        Take a level to `quota` bytes, rounded up, while sequences run; no address changes. Shrinking changes nothing when pages are in the way (reason); with best_effort it returns at once and maintain() goes on.
+
+        Raises ValueError for a quota out of range, MemoryError when it can't grow.
+        """
     def resize_many(
         self,
         caches: collections.abc.Sequence[KVCache],
@@ -950,6 +1096,8 @@ class KVCacheManager:
         """Raises LogicError when no recording is running."""
     def submit_step(self, stream: int) -> int:
         """Its number, from 1."""
+    def supports_index_mode(self, index_mode: PageIndexMode) -> bool | None:
+        """None when it depends on the cache."""
     def truncate_many(
         self,
         caches: collections.abc.Sequence[KVCache],
@@ -963,7 +1111,13 @@ class KVCacheManager:
     @property
     def is_recording(self) -> bool: ...
     @property
+    def is_resizing(self) -> bool:
+        """maintain() has something to do."""
+    @property
     def layer_grouping(self) -> list[list[int]]: ...
+    @property
+    def need_adjustment(self) -> bool:
+        """The lengths of closed sequences ask for other shares of the pool groups."""
     @property
     def num_available_blocks(self) -> int:
         """Blocks that could be had now, evicting what nobody holds."""

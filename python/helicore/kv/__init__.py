@@ -37,6 +37,12 @@ beams: ``cache.fork()``, a suspended twin that shares every block before ``histo
 calls ``resize`` or ``resume`` next gets private copies of the blocks that it will write, so call
 one of them between ``fork`` and the next write.
 
+Worth keeping: ``create_kv_cache(retention=[RetentionRange(0, 512, priority=80,
+duration_ms=60_000)])`` ranks ranges of tokens, ``pin(tokens)`` holds a prefix until the pin is
+closed, ``plan_committed_block_drop()`` gives up what only an exact continuation would reuse.
+Steps that the device can't see, such as those of an executor that runs ahead: resume with a
+``make_step_stream()``, then ``submit_step`` and ``complete_step``; pages freed meanwhile wait.
+
 Rules. ``num_committed <= history_length <= capacity``; history shrinks by ``truncate`` alone;
 capacity may shrink, down to history. Commit only tokens whose rows are written. ``commit`` may swap
 a block for an identical one that another sequence committed first, so read page tables after it.
@@ -61,6 +67,7 @@ from helicore._core.kv import (
     PRIORITY_DEFAULT,
     PRIORITY_MAX,
     PRIORITY_MIN,
+    AdmissionForecast,
     AttentionLayerConfig,
     AttentionReusePolicy,
     BatchDesc,
@@ -108,9 +115,12 @@ from helicore._core.kv import (
     RecordingSummary,
     ReplayDifference,
     ReplayReport,
+    ResizeResult,
     ResourceBusyError,
     RetentionRange,
     ReuseScope,
+    ScratchDesc,
+    SequencePlan,
     SlotDescVariant,
     SsmLayerConfig,
     SwaScratchReuseConfig,
@@ -129,6 +139,7 @@ __all__ = [
     "PRIORITY_DEFAULT",
     "PRIORITY_MAX",
     "PRIORITY_MIN",
+    "AdmissionForecast",
     "AttentionLayerConfig",
     "AttentionReusePolicy",
     "BatchDesc",
@@ -176,9 +187,12 @@ __all__ = [
     "RecordingSummary",
     "ReplayDifference",
     "ReplayReport",
+    "ResizeResult",
     "ResourceBusyError",
     "RetentionRange",
     "ReuseScope",
+    "ScratchDesc",
+    "SequencePlan",
     "SlotDescVariant",
     "SsmLayerConfig",
     "SwaScratchReuseConfig",

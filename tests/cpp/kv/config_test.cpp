@@ -31,12 +31,6 @@ std::string invalid(const std::function<void(KVCacheManagerConfig&)>& change) {
   return message_of<InvalidArgument>([&] { config.validate(); });
 }
 
-std::string unsupported(const std::function<void(KVCacheManagerConfig&)>& change) {
-  auto config = attention_config(4, 8);
-  change(config);
-  return message_of<NotSupported>([&] { KVCacheManager manager(config); });
-}
-
 TEST(Config, a_small_attention_config_is_valid) {
   EXPECT_NO_THROW(attention_config(1, 1).validate());
   EXPECT_NO_THROW(attention_config(128, 3, 5).validate());
@@ -107,12 +101,6 @@ TEST(Config, a_ratio_of_the_wrong_length_is_refused_by_the_manager) {
   config.initial_pool_ratio = {0.5, 0.5};
   EXPECT_THAT(message_of<InvalidArgument>([&] { KVCacheManager manager(config); }),
               HasSubstr("initial_pool_ratio must have one share per layer group (1), got 2"));
-}
-
-TEST(Config, what_is_not_built_yet_is_refused_naming_the_field) {
-  using C = KVCacheManagerConfig;
-  EXPECT_THAT(unsupported([](C& c) { c.swa_scratch_reuse = SwaScratchReuseConfig{}; }),
-              HasSubstr("swa_scratch_reuse"));
 }
 
 TEST(Config, the_manager_keeps_a_copy) {

@@ -83,7 +83,8 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
     settle();
   }
 
-  // What stands for other threads: called when a wait has nothing to run; true when it did something.
+  // What stands for other threads: called when a wait has nothing to run; true when it did
+  // something.
   void set_on_stuck(std::function<bool()> on_stuck) { on_stuck_ = std::move(on_stuck); }
 
   // ---- streams of a GPU ----

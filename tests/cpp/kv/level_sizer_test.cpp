@@ -156,6 +156,23 @@ TEST(LevelSizer, held_pages_that_have_nowhere_to_go_refuse) {
   EXPECT_EQ(b.wrong(*a, 1), "");
 }
 
+TEST(LevelSizer, cached_pages_make_way_for_older_ones_that_are_held) {
+  SizingBench b(sizing_config({8, 5}));
+  auto below = b.start(16, 1);
+  below->suspend();
+  auto held = b.start(16, 2);
+  held->suspend();
+  auto cached = b.start(32 - 16, 3);  // pushes the first one down
+  cached->commit(SizingBench::tokens(3, 16));
+  cached->close();
+  EXPECT_TRUE(b.manager().resize(0, 4 * kUnit).done);
+  ASSERT_TRUE(held->resume());
+  EXPECT_EQ(b.wrong(*held, 2), "");
+  held->close();
+  ASSERT_TRUE(below->resume());
+  EXPECT_EQ(b.wrong(*below, 1), "");
+}
+
 TEST(LevelSizer, a_quota_below_the_floors_is_refused_with_the_least_one) {
   SizingBench b(sizing_config({8, 8}));
   const ResizeResult refused = b.manager().resize(1, kUnit);

@@ -32,7 +32,7 @@ TEST_P(Levels, random_operations_keep_every_byte_and_every_promise) {
   ASSERT_FALSE(difference) << *difference;
 }
 
-using LevelsInFull = Levels;
+class LevelsInFull : public Levels {};
 
 TEST_P(LevelsInFull, DISABLED_random_operations_keep_every_byte_and_every_promise) {
   const TempDir dir;
@@ -48,6 +48,39 @@ INSTANTIATE_TEST_SUITE_P(Models, Levels,
                          ::testing::Combine(::testing::ValuesIn(model_setups()),
                                             ::testing::ValuesIn(machine_setups())),
                          name_of);
+INSTANTIATE_TEST_SUITE_P(Models, LevelsInFull,
+                         ::testing::Combine(::testing::ValuesIn(model_setups()),
+                                            ::testing::ValuesIn(machine_setups())),
+                         name_of);
+
+class LevelsControl : public ::testing::TestWithParam<const char*> {};
+
+// A broken engine and broken devices must be caught.
+TEST_P(LevelsControl, a_planted_fault_is_caught) {
+  const TempDir dir;
+  const std::string fault = GetParam();
+  for (LevelsSetup setup : model_setups()) {
+    if (std::string(setup.name) != "full_window_two_groups" &&
+        std::string(setup.name) != "state_full") {
+      continue;
+    }
+    setup.gpu = fault != "corrupt_copies";
+    setup.any_order = true;
+    setup.careless_engine = fault == "careless_engine";
+    setup.ignore_after = fault == "copies_do_not_wait";
+    setup.corrupt = fault == "corrupt_copies" || fault == "corrupt_gpu_copies" ? 0.2 : 0.0;
+    bool caught = false;
+    for (uint64_t seed = 1; seed <= 10 && !caught; ++seed) {
+      caught = run_levels(setup, dir.path().string(), seed, 1500).has_value();
+    }
+    EXPECT_TRUE(caught) << setup.name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Faults, LevelsControl,
+                         ::testing::Values("careless_engine", "copies_do_not_wait",
+                                           "corrupt_copies", "corrupt_gpu_copies"),
+                         [](const auto& info) { return std::string(info.param); });
 
 }  // namespace
 }  // namespace helicore::kv::testing

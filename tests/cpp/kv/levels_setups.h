@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kv/levels_world.h"
+#include "kv/levels_operations.h"
 
 namespace helicore::kv::testing {
 

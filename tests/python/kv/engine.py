@@ -8,6 +8,7 @@ checks everything that its queries would attend to: sinks and windows, or the wh
 from __future__ import annotations
 
 import ctypes
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,7 @@ class Engine:
 
     def _buffers(self) -> Any:
         config = self.manager.init_config
-        for number, buffer in enumerate(self.manager.all_buffer_ids):
+        for buffer in self.manager.all_buffer_ids:
             found = next(x for x in config.layers if x.layer_id == buffer.layer_id)
             part = next(b for b in found.buffers if b.role == buffer.role)
             rows = part.tokens_per_block_override or config.tokens_per_block
@@ -150,7 +151,7 @@ class Engine:
                 layer_id=buffer.layer_id,
                 role=buffer.role,
                 group=self.manager.get_layer_group_id(buffer.layer_id),
-                salt=(number + 1) << 40 | number,
+                salt=zlib.crc32(f"{buffer.layer_id} {buffer.role}".encode()) << 20,
                 pages=memory(self.device, base, (count, rows, stride // rows // 8)),
                 converter=self.manager.get_page_index_converter(*buffer),
                 window=getattr(found, "sliding_window_size", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from kv.adaptor import (
     AggregatedPageDesc,
     BatchDesc,
+    BufferConfig,
     BufferId,
     KVCacheDesc,
     KVCacheManager,
@@ -202,6 +204,58 @@ def test_what_a_transfer_brought_is_committed_after_it(device: str, windowed: bo
         torch.cuda.synchronize()
     context.manager.shutdown()
     generation.manager.shutdown()
+
+
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+def test_pages_of_several_ranks_become_the_pages_of_one(
+    device: str, pipeline: int, tensor: int
+) -> None:
+    tpb, num_layers = 8, 4
+    layers = [layer(i, tpb) for i in range(num_layers)]
+    layers[1].sliding_window_size = 20
+    step = BatchDesc([KVCacheDesc(80, 0)])
+    whole = Engine(KVCacheManager(make_config(device, 200, tpb, layers=layers, typical_step=step)))
+    prompt = list(range(45))
+    got = whole.start(prompt)
+    assert got.cache.resume(whole.stream)
+    assert got.cache.resize(len(prompt), len(prompt))
+    for stage in range(pipeline):
+        per_stage = num_layers // pipeline
+        own = copy.deepcopy(layers[stage * per_stage : (stage + 1) * per_stage])
+        for part in own:
+            part.buffers = [BufferConfig(b.role, b.size // tensor) for b in part.buffers]
+        for rank in range(tensor):
+            config = make_config(device, 200, tpb, layers=own, typical_step=step)
+            sender = Engine(KVCacheManager(config))
+            sent = sender.start(prompt)
+            assert sender.prefill(sent)
+            sent.cache.cuda_stream = whole.stream
+            copy_shard((sender, sent.cache), (whole, got.cache), rank)
+            sent.cache.close()  # right after the copies are enqueued
+    got.written = len(prompt)
+    got.cache.commit(prompt)
+    assert whole.decode(got, 7)
+    whole.verify()
+    assert whole.num_checked >= 3 * 2 * 45
+    got.cache.close()
+
+
+def copy_shard(source: tuple[Engine, _KVCache], target: tuple[Engine, _KVCache], rank: int) -> None:
+    """Buffer by buffer: the sender's rows go into their part of the receiver's rows."""
+    (sender, out), (receiver, into) = source, target
+    for buffer in sender.buffers:
+        other = next(
+            b for b in receiver.buffers if (b.layer_id, b.role) == (buffer.layer_id, buffer.role)
+        )
+        pages = [
+            torch.as_tensor(b.converter(list(c.get_aggregated_page_indices(b.group, 0, True))))
+            for b, c in ((buffer, out), (other, into))
+        ]
+        assert len(pages[0]) == len(pages[1]) > 0
+        words = buffer.pages.shape[2]
+        with receiver.on_stream():
+            here, there = (index.to(receiver.device) for index in pages)
+            other.pages[there, :, rank * words : (rank + 1) * words] = buffer.pages[here]
 
 
 def test_a_transfer_that_is_wrong_is_noticed(device: str) -> None:

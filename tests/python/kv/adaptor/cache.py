@@ -85,6 +85,9 @@ class _KVCache:
         self._manager.forget(self)
         self._manager.stats.sample()
 
+    def __del__(self) -> None:
+        self._manager.stats.dirty.discard(self._id)
+
     def resize(self, capacity: int | None, history_length: int | None = None) -> bool:
         """Sets the cursors; False when there is no room."""
         before = self._live_pages()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from helicore import kv
@@ -12,7 +12,14 @@ from helicore import kv
 from .cache import PriorityCallback, _KVCache
 from .config import AttentionLayerConfig, KVCacheManagerConfig
 from .events import KVCacheEventManager
-from .names import PRIORITY_DEFAULT, AttentionReusePolicy, CacheTier, PageIndexMode, translated
+from .names import (
+    PRIORITY_DEFAULT,
+    AttentionReusePolicy,
+    CacheTier,
+    OutOfMemoryError,
+    PageIndexMode,
+    translated,
+)
 from .stats import (
     KVCacheIterationStatsDelta,
     KVCacheStatsDelta,
@@ -235,6 +242,7 @@ class Statistics:
         return sorted(self.stats.dirty)
 
     def mark_stats_excluded(self, kv_cache_id: int) -> None:
+        self._native.mark_stats_excluded(kv_cache_id)
         self.stats.excluded.add(kv_cache_id)
 
     def clear_stats_excluded(self, kv_cache_id: int) -> None:
@@ -366,26 +374,32 @@ class KVCacheManager(Layout, Statistics):
         return self._native.get_quota(cache_level)
 
     def resize(self, cache_level: int, quota: int, best_efforts: bool = False) -> bool:
-        with translated():
-            return bool(self._sizing("resize")(cache_level, quota, best_efforts))
+        """Takes a level to `quota` bytes while sequences run; False when that can't be had. With
+        best_efforts it gets as near as it can now; maintain() goes on."""
+        try:
+            with translated():
+                return self._native.resize(cache_level, quota, best_efforts).done
+        except OutOfMemoryError:
+            return False
+
+    def maintain(self, max_pages: int = 1024) -> int:
+        """Between steps: goes on with what resize() and adjust() have begun."""
+        return self._native.maintain(max_pages)
 
     @property
     def need_adjustment(self) -> bool:
-        return bool(getattr(self._native, "need_adjustment", False))
+        return self._native.need_adjustment
 
-    def adjust(self) -> None:
+    def adjust(self) -> bool:
+        """Moves memory between pool groups, all at once as far as pages may move now."""
         with translated():
-            self._sizing("adjust")()
+            started = self._native.adjust()
+            while self._native.is_resizing and self._native.maintain(1024) > 0:
+                pass
+        return started
 
     def clamp_max_seq_len_for_mem(self, batch_size: int, token_num_upper_bound: int) -> int:
-        with translated():
-            return int(self._sizing("clamp_max_seq_len_for_mem")(batch_size, token_num_upper_bound))
-
-    def _sizing(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] | None = getattr(self._native, name, None)
-        if found is None:
-            raise NotImplementedError(f"{name} is not built")
-        return found
+        return self._native.clamp_max_seq_len_for_mem(batch_size, token_num_upper_bound)
 
     # ---- properties
 
