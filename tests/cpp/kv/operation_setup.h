@@ -134,7 +134,6 @@ inline DriverConfig driver_config(ByteSource& source) {
     result.is_plain = !levels && !ssm && !windows && policy == 0;
     try {
       result.config.validate();
-      check_supported(result.config);
       break;
     } catch (const NotSupported&) {
       (given_up == 0 ? windows : given_up == 1 ? ssm : levels) = false;
