@@ -75,12 +75,14 @@ void KVCache::start_retention(NodeId node, int32_t ordinal) {
   const Retention::Worth worth = retention_.of_block(ordinal * tokens_per_block_);
   if (worth.duration_ms == 0) return;
   const int64_t at = state_->read_clock() + worth.duration_ms * 1'000'000;
+  // Raised ones first, from the front: of one time the deepest falls first.
+  const std::vector<PageHandle>& raised = state_->handles_scratch;
+  for (size_t i = raised.size(); i-- > 0;) state_->timers.add(at, raised[i], retention_.base());
   for (PageId page : state_->tree.pages(node)) {
     if (page != kNoPage) {
       state_->timers.add(at, state_->store.pages().handle(page), retention_.base());
     }
   }
-  for (PageHandle page : state_->handles_scratch) state_->timers.add(at, page, retention_.base());
 }
 
 void KVCache::adopt_block(NodeId node, int32_t ordinal) {

@@ -111,13 +111,9 @@ void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
   const PageRecord& source = pages_[from];
   const PageRecord& target = pages_[to];
   add_tasks(home(source), source.slot, home(target), target.slot, to.tag());
-  add_after(filled(from.id));
-  add_after(filled(to.id));
-  // NOTE: where the stream is the caller's own thread a step that is not done is waited for without
-  // the lock, which whoever ends the step needs.
-  const bool hangs_on_step = std::any_of(
-      after_.begin(), after_.end(), [&](TimePoint point) { return !device_.is_waitable(point); });
-  if (source.level == kHotLevel && !hangs_on_step) {
+  if (source.level == kHotLevel) {
+    add_after(filled(from.id));
+    add_after(filled(to.id));
     if (!after_.empty()) device_.wait(stream, after_);
     device_.copy_on(stream, tasks_);
     const TimePoint done = device_.record(stream);
@@ -125,6 +121,8 @@ void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
     add_use(from.id, done);
     return;
   }
+  add_after(filled(from.id));
+  add_after(filled(to.id));
   const TimePoint done = device_.copy(tasks_, after_);
   set_filled(to.id, done);
   add_use(from.id, done);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <new>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "helicore/core/error.h"
@@ -109,6 +110,107 @@ OperationLog small_log() {
   second->close();
   manager.clear_reusable_blocks();
   return OperationLog::parse(manager.stop_recording().bytes);
+}
+
+// Steps, prefetches, plans, pins and the clock: what a call meets is in the log.
+TEST(Replay, of_every_kind_of_call_agrees) {
+  KVCacheManagerConfig config = attention_config(4, 8);
+  config.cache_tiers.push_back(config.cache_tiers[0]);
+  KVCacheManager manager(config);
+  int64_t now = 5;
+  Introspection::state(manager).now_ns = [&] { return now; };
+  manager.start_recording({.state_every = 1});
+  const StreamHandle steps = manager.make_step_stream();
+  const std::vector<RetentionRange> kept{{0, 4, 80, 1}};
+  auto cache = manager.create_kv_cache({.retention = kept});
+  EXPECT_TRUE(cache->resume(steps));
+  EXPECT_TRUE(cache->resize(12));
+  EXPECT_EQ(manager.submit_step(steps), 1u);
+  cache->commit(iota_tokens(12), true);
+  auto plan = cache->plan_committed_block_drop();
+  now += 2'000'000;
+  cache->suspend();
+  manager.complete_step(steps, 1);
+  EXPECT_THROW(manager.complete_step(steps, 9), InvalidArgument);
+  auto other = manager.create_kv_cache();
+  other->set_stream(steps);
+  EXPECT_TRUE(other->resume());
+  EXPECT_TRUE(other->resize(30));  // pushes the first down
+  other->close();
+  auto ticket = cache->prefetch();
+  while (!ticket.is_done()) {
+  }
+  auto pin = manager.pin(iota_tokens(8));
+  EXPECT_EQ(pin->num_committed_tokens(), 8);
+  if (plan != nullptr) plan->drop();
+  pin->close();
+  cache->close();
+  const auto log = OperationLog::parse(manager.stop_recording().bytes);
+  std::set<OperationKind> kinds;
+  bool has_times = false;
+  for (const Operation& operation : log.operations) {
+    kinds.insert(operation.kind);
+    has_times |= operation.find(OperationField::kTimes) != nullptr;
+  }
+  for (const OperationKind kind :
+       {OperationKind::kPin, OperationKind::kPrefetch, OperationKind::kPlanDrop,
+        OperationKind::kMakeStepStream, OperationKind::kSubmitStep, OperationKind::kCompleteStep,
+        OperationKind::kSetStream}) {
+    EXPECT_TRUE(kinds.contains(kind)) << name_of(kind);
+  }
+  EXPECT_TRUE(has_times);
+  const auto report = Replayer(log).run();
+  EXPECT_FALSE(report.difference.has_value()) << describe(report);
+  // Without its time the log tells another story.
+  OperationLog timeless = log;
+  for (Operation& operation : timeless.operations) {
+    std::erase_if(operation.entries,
+                  [](const auto& entry) { return entry.field == OperationField::kTimes; });
+  }
+  EXPECT_TRUE(Replayer(timeless).run().difference.has_value());
+}
+
+TEST(Replay, pages_that_a_failed_copy_lost_are_lost_again) {
+  KVCacheManagerConfig config = attention_config(4, 8);
+  config.cache_tiers.push_back(config.cache_tiers[0]);
+  auto device = std::make_unique<FakeDevice>(FakeOptions{.type = DeviceType::kCpu});
+  FakeDevice& machine = *device;
+  KVCacheManager manager(config, std::move(device));
+  manager.start_recording({.state_every = 1});
+  auto cache = manager.create_kv_cache();
+  EXPECT_TRUE(cache->resume());
+  EXPECT_TRUE(cache->resize(12));
+  cache->commit(iota_tokens(12));
+  cache->suspend();
+  machine.inject(FakeFault::kFailedTask, 1);
+  auto other = manager.create_kv_cache();
+  EXPECT_TRUE(other->resume());
+  EXPECT_TRUE(other->resize(32));
+  (void)machine.run_all();
+  other->close();
+  EXPECT_FALSE(cache->resume());
+  EXPECT_TRUE(cache->is_lost());
+  cache->close();
+  OperationLog log = OperationLog::parse(manager.stop_recording().bytes);
+  const auto report = Replayer(log).run();
+  EXPECT_FALSE(report.difference.has_value()) << describe(report);
+  for (Operation& operation : log.operations) {
+    std::erase_if(operation.entries,
+                  [](const auto& entry) { return entry.field == OperationField::kLost; });
+  }
+  EXPECT_TRUE(Replayer(log).run().difference.has_value());
+}
+
+TEST(Recording, ends_at_a_call_that_it_does_not_know_and_says_so) {
+  KVCacheManager manager(attention_config(4, 8));
+  manager.start_recording({});
+  (void)manager.create_kv_cache();
+  (void)manager.resize(kHotLevel, manager.quota(kHotLevel) * 2);
+  (void)manager.create_kv_cache();
+  const auto summary = manager.stop_recording();
+  EXPECT_THAT(summary.problem, HasSubstr("a call that operation logs do not know"));
+  EXPECT_EQ(summary.num_operations, 2u);
+  EXPECT_FALSE(Replayer(OperationLog::parse(summary.bytes)).run().difference.has_value());
 }
 
 TEST(Replay, a_changed_argument_or_result_is_found_at_its_operation) {

@@ -72,6 +72,32 @@ TEST(Retention, a_kept_prefix_outlives_newer_ones_until_its_time_is_over) {
   Introspection::check(manager);
 }
 
+// Else the tail would outlive what it needs, and be of no use.
+TEST(Retention, a_block_committed_late_raises_the_blocks_before_it_again) {
+  KVCacheManager manager(attention_config(4, 8));
+  int64_t now = 0;
+  Introspection::state(manager).now_ns = [&] { return now; };
+  const std::vector<RetentionRange> kept{{0, std::nullopt, 80, 10}};
+  auto cache = manager.create_kv_cache({.retention = kept});
+  ASSERT_TRUE(cache->resume());
+  ASSERT_TRUE(cache->resize(8));
+  cache->commit(iota_tokens(4, 0));
+  now = 11'000'000;
+  ASSERT_TRUE(cache->resize(8));  // the first block is as any other now
+  cache->commit(iota_tokens(4, 4));
+  Introspection::check(manager);
+  const ManagerState& state = Introspection::state(manager);
+  for (const PageHandle& page : Introspection::pages(*cache)) {
+    EXPECT_EQ(state.store.page(page.id).priority, 80);
+  }
+  now = 22'000'000;
+  ASSERT_TRUE(cache->resize(9));
+  for (int b = 0; b < 2; ++b) {
+    const PageHandle page = Introspection::pages(*cache)[static_cast<size_t>(b)];
+    EXPECT_EQ(state.store.page(page.id).priority, kPriorityDefault);
+  }
+}
+
 TEST(Retention, a_pinned_prefix_stays_whatever_comes_and_goes_with_its_pin) {
   KVCacheManager manager(attention_config(4, 8));
   commit_with(manager, iota_tokens(8, 0), {});

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "helicore/core/error.h"
+#include "kv/fake_device.h"
 
 namespace helicore::kv {
 namespace {
@@ -57,6 +58,28 @@ TEST(SlotAllocator, recycles_the_oldest_release_before_a_fresh_slot) {
   EXPECT_EQ(slots.allocate(), b);
   EXPECT_EQ(slots.allocate(), a);
   EXPECT_EQ(slots.allocate(), SlotId(2));
+}
+
+// Else how much room there is would be a matter of how fast copies are.
+TEST(SlotAllocator, a_slot_behind_a_step_and_a_copy_can_be_handed_out_once_the_step_is_done) {
+  testing::FakeDevice fake({.type = DeviceType::kCpu});
+  const StreamHandle stream = fake.make_step_stream();
+  (void)fake.submit_step(stream);
+  const auto pool = fake.make_pool({.tier = CacheTier::kHostMem, .num_bytes = 64, .max_bytes = 64});
+  const CopyTask task{.dst = pool.get(), .src = pool.get(), .src_offset = 32, .num_bytes = 8};
+  const TimePoint step = fake.record(stream);
+  const TimePoint copied = fake.copy({&task, 1}, {&step, 1});
+  SlotAllocator slots(1);
+  slots.release(slots.allocate(), copied, fake);
+  EXPECT_EQ(slots.num_parked(), 1);
+  slots.settle(fake);
+  EXPECT_EQ(slots.num_free(), 0);
+  fake.complete_step(stream, 1);
+  ASSERT_FALSE(fake.reached(copied));
+  slots.settle(fake);
+  EXPECT_EQ(slots.num_free(), 1);
+  EXPECT_EQ(slots.after(SlotId(0)), copied) << "the next owner waits for the copy";
+  (void)fake.run_all();
 }
 
 TEST(SlotAllocator, an_empty_allocator_has_nothing_free) {
