@@ -128,23 +128,9 @@ inline DriverConfig driver_config(ByteSource& source) {
     return config;
   };
   DriverConfig result;
-<<<<<<< HEAD
   const bool levels = (wishes & 16) != 0, ssm = (wishes & 64) != 0, windows = (wishes & 128) != 0;
   result.config = build(levels, ssm, windows, windows && sinks == 3);
   result.is_plain = !levels && !ssm && !windows && policy == 0;
-=======
-  bool levels = (wishes & 16) != 0, ssm = (wishes & 64) != 0, windows = (wishes & 128) != 0;
-  for (int given_up = 0; given_up < 4; ++given_up) {
-    result.config = build(levels, ssm, windows, windows && sinks == 3);
-    result.is_plain = !levels && !ssm && !windows && policy == 0;
-    try {
-      result.config.validate();
-      break;
-    } catch (const NotSupported&) {
-      (given_up == 0 ? windows : given_up == 1 ? ssm : levels) = false;
-    }
-  }
->>>>>>> cf93f7ae3166c8221a0a34a3f86ee25323c649e3
   const int flags = source.byte();
   result.config.enable_partial_reuse = (flags & 1) == 0;
   result.config.reuse_match_backoff = (flags & 2) != 0 ? 1 + (flags >> 6) : 0;
