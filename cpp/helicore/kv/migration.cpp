@@ -290,6 +290,10 @@ void Migrator::execute(int level) {
 
 void Migrator::execute_group(PoolGroupId group, int level) {
   GroupPlan& plan = plans_[group];
+  const bool is_idle =
+      plan.drops.empty() && plan.up.empty() &&
+      std::all_of(plan.down.begin(), plan.down.end(), [](const auto& p) { return p.empty(); });
+  if (is_idle) return;
   for (PageHandle page : plan.drops) drop(page);
   const auto num_levels = static_cast<size_t>(store_.num_levels());
   std::vector<size_t> done(num_levels + 1, 0);
