@@ -56,17 +56,6 @@ std::optional<NoRoom> Migrator::make_room(const RoomRequest& request) {
   return reason;
 }
 
-std::optional<NoRoom> Migrator::check_room(const RoomRequest& request) {
-  std::optional<NoRoom> reason;
-  for (const bool spare_held : {false, true}) {
-    const Marks marks(*this);
-    spare_held_ = spare_held;
-    reason = plan(request);
-    if (!reason) break;
-  }
-  return reason;
-}
-
 std::optional<NoRoom> Migrator::push_down(std::span<const PageId> pages) {
   if (pages.empty()) return std::nullopt;
   const Marks marks(*this);

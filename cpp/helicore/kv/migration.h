@@ -36,8 +36,6 @@ class Migrator {
   // Why there is no room; nullopt after making it. When there is none, nothing has changed. Throws
   // what the device throws; pages may then be on other levels than before, which nobody notices.
   [[nodiscard]] std::optional<NoRoom> make_room(const RoomRequest& request);
-  // The same question without doing anything.
-  [[nodiscard]] std::optional<NoRoom> check_room(const RoomRequest& request);
   // Drops a page that nobody holds, with what depends on it.
   void drop(PageHandle page);
   // Slots that one level can give to new pages, whatever is evicted.
