@@ -7,9 +7,11 @@
 // bindings/exceptions.cpp).
 #pragma once
 
-#include <sstream>
+#include <concepts>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace helicore {
 
@@ -48,11 +50,41 @@ class CudaError : public std::runtime_error {
 };
 
 namespace detail {
+// The text of one part of a message. No stream: a message must be formed whatever the state of the
+// process's locales is, and a check should not pull <ostream> into every file.
+void append(std::string& text, std::string_view part);
+void append(std::string& text, std::int64_t value);
+void append(std::string& text, std::uint64_t value);
+void append(std::string& text, const void* pointer);  // hexadecimal
+void append(std::string& text, float value);   // the shortest digits that read back as `value`
+void append(std::string& text, double value);  // likewise
+
+template <typename Part>
+void append_part(std::string& text, const Part& part) {
+  if constexpr (std::same_as<Part, bool>) {
+    append(text, part ? std::string_view("true") : std::string_view("false"));
+  } else if constexpr (std::same_as<Part, char>) {
+    text.push_back(part);
+  } else if constexpr (std::floating_point<Part>) {
+    append(text, part);
+  } else if constexpr (std::signed_integral<Part>) {
+    append(text, static_cast<std::int64_t>(part));
+  } else if constexpr (std::unsigned_integral<Part>) {
+    append(text, static_cast<std::uint64_t>(part));
+  } else if constexpr (std::convertible_to<const Part&, std::string_view>) {
+    append(text, std::string_view(part));
+  } else if constexpr (std::convertible_to<const Part&, const void*>) {
+    append(text, static_cast<const void*>(part));
+  } else {
+    append_part(text, part.value());  // StrongIndex
+  }
+}
+
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string text;
+  (append_part(text, parts), ...);
+  return text;
 }
 [[noreturn]] void throw_invalid(const char* where, const std::string& reason);
 [[noreturn]] void throw_internal(const char* where, const char* condition,

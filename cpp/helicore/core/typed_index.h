@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <ostream>
+#include <iosfwd>
 #include <utility>
 #include <vector>
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <new>
-#include <sstream>
 #include <utility>
 
 #include "helicore/core/error.h"
@@ -46,33 +46,35 @@ std::string_view name_of(OperationOutcome outcome) {
   return "unknown";
 }
 
-void print_values(std::ostream& out, const Operation::Entry& entry, size_t max_list) {
+std::string hex_text(uint64_t value) {
+  std::array<char, 16> digits;
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value, 16);
+  return std::string("0x").append(digits.data(), end.ptr);
+}
+
+std::string values_text(const Operation::Entry& entry, size_t max_list) {
   const auto& values = entry.values;
+  const int64_t first = values.empty() ? 0 : values[0];
   switch (entry.field) {
     case OperationField::kOutcome:
-      out << name_of(static_cast<OperationOutcome>(values.empty() ? 0 : values[0]));
-      return;
+      return std::string(name_of(static_cast<OperationOutcome>(first)));
     case OperationField::kError:
-      out << name_of(static_cast<OperationError>(values.empty() ? 0 : values[0]));
-      return;
+      return std::string(name_of(static_cast<OperationError>(first)));
     case OperationField::kCounters:
     case OperationField::kState:
-      out << std::hex << "0x" << (values.empty() ? 0 : static_cast<uint64_t>(values[0]))
-          << std::dec;
-      return;
+      return hex_text(static_cast<uint64_t>(first));
     default:
       break;
   }
-  if (values.size() == 1) {
-    out << values[0];
-    return;
-  }
-  out << '[';
+  if (values.size() == 1) return std::to_string(first);
+  std::string text = "[";
   for (size_t i = 0; i < std::min(values.size(), max_list); ++i) {
-    out << (i > 0 ? ", " : "") << values[i];
+    text += helicore::detail::concat(i > 0 ? ", " : "", values[i]);
   }
-  if (values.size() > max_list) out << ", ... " << values.size() << " in all";
-  out << ']';
+  if (values.size() > max_list) {
+    text += helicore::detail::concat(", ... ", values.size(), " in all");
+  }
+  return text + ']';
 }
 
 }  // namespace
@@ -256,21 +258,22 @@ std::vector<RetentionRange> Operation::retention() const {
 }
 
 std::string describe(const Operation& operation, size_t max_list) {
-  std::ostringstream out;
-  out << name_of(operation.kind) << '(';
+  std::string text = helicore::detail::concat(name_of(operation.kind), '(');
   for (const bool results : {false, true}) {
     bool first = true;
     for (const Operation::Entry& entry : operation.entries) {
       if (is_result(entry.field) != results) continue;
-      if (results && first) out << ") -> ";
-      if (!first) out << ", ";
+      if (results && first) text += ") -> ";
+      if (!first) text += ", ";
       first = false;
-      if (entry.field != OperationField::kOutcome) out << name_of(entry.field) << '=';
-      print_values(out, entry, max_list);
+      if (entry.field != OperationField::kOutcome) {
+        text += helicore::detail::concat(name_of(entry.field), '=');
+      }
+      text += values_text(entry, max_list);
     }
-    if (results && first) out << ") -> never returned";
+    if (results && first) text += ") -> never returned";
   }
-  return out.str();
+  return text;
 }
 
 void encode(const Operation& operation, std::vector<std::byte>& out) {

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <numeric>
-#include <sstream>
 #include <utility>
 
 #include "helicore/core/error.h"
@@ -509,16 +508,17 @@ void Replayer::call_on_many(const Operation& operation) {
 }
 
 std::string describe(const ReplayReport& report) {
-  std::ostringstream out;
-  out << report.num_replayed << " of " << report.num_operations << " operations replayed";
+  std::string text = helicore::detail::concat(report.num_replayed, " of ", report.num_operations,
+                                              " operations replayed");
   if (report.difference) {
-    out << "\nfirst difference at operation " << report.difference->index << "\n  "
-        << report.difference->operation << "\n  " << report.difference->what;
+    text += helicore::detail::concat("\nfirst difference at operation ", report.difference->index,
+                                     "\n  ", report.difference->operation, "\n  ",
+                                     report.difference->what);
   } else {
-    out << ", all as recorded";
+    text += ", all as recorded";
   }
-  if (!report.note.empty()) out << "\n" << report.note;
-  return out.str();
+  if (!report.note.empty()) text += "\n" + report.note;
+  return text;
 }
 
 }  // namespace helicore::kv
