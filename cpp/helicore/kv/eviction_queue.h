@@ -20,9 +20,6 @@ class EvictionQueue {
   [[nodiscard]] PageId front() const noexcept { return first_from(0); }
   // The page that follows `id` in that order.
   [[nodiscard]] PageId after(const PageSlab& pages, PageId id) const noexcept;
-  [[nodiscard]] PageId front_of(int priority) const noexcept {
-    return heads_[static_cast<size_t>(priority) + 1];
-  }
   // Order of pages between queues: smaller leaves first.
   [[nodiscard]] static size_t rank(const PageRecord& page) noexcept {
     return page.useless ? 0 : size_t{page.priority} + 1;

@@ -400,17 +400,6 @@ NodeId RadixTree::next_sibling(NodeId node) const noexcept {
   return next;
 }
 
-int64_t RadixTree::evict_until_free(PoolGroupId group, int32_t num_free) {
-  int64_t removed = 0;
-  while (store_.counts(group).free < num_free) {
-    const PageId victim = store_.queue(group).front();
-    HELICORE_ASSERT(victim != kNoPage, "kv.radix_tree", "nothing left to evict in pool group ",
-                    group);
-    removed += drop(victim);
-  }
-  return removed;
-}
-
 int64_t RadixTree::evict_all() {
   int64_t removed = 0;
   for (int level = 0; level < store_.num_levels(); ++level) {

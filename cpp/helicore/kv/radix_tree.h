@@ -133,9 +133,6 @@ class RadixTree {
   // among them. Call it before drop(), which may remove the node.
   void collect_useless(NodeId node, LifeCycleId life_cycle, std::vector<PageId>& out) const;
 
-  // Drops pages in eviction order until the group has `num_free` free slots. Needs
-  // counts(group).available() >= num_free. Returns the number of nodes removed.
-  int64_t evict_until_free(PoolGroupId group, int32_t num_free);
   // Drops everything that nobody holds.
   int64_t evict_all();
 
