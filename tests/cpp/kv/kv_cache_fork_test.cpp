@@ -9,6 +9,7 @@
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv/fake_engine.h"
 #include "kv/kv_configs.h"
+#include "kv/page_tables.h"
 
 namespace helicore::kv::testing {
 namespace {
@@ -16,15 +17,6 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr LifeCycleId kGroup{0};
-
-std::vector<int32_t> table_of(const KVCache& cache) {
-  const auto view = cache.base_page_indices(kGroup);
-  return {view.begin(), view.end()};
-}
-
-int64_t slots_in_use(const KVCacheManager& manager) {
-  return manager.storage_statistics()[0].unavailable();
-}
 
 // An active cache with `committed` of `tokens` committed and all of them written as history.
 std::unique_ptr<KVCache> start(KVCacheManager& manager, const std::vector<TokenId>& tokens,

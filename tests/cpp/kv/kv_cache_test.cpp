@@ -7,16 +7,12 @@
 #include "helicore/kv/kv_cache_manager.h"
 #include "kv/fake_engine.h"
 #include "kv/kv_configs.h"
+#include "kv/page_tables.h"
 
 namespace helicore::kv::testing {
 namespace {
 
 constexpr LifeCycleId kGroup{0};
-
-std::vector<int32_t> table_of(const KVCache& cache, LifeCycleId group = kGroup) {
-  const auto view = cache.base_page_indices(group);
-  return {view.begin(), view.end()};
-}
 
 // Runs `tokens` through a fresh sequence: match, resume, write what is missing, commit.
 std::unique_ptr<KVCache> run_sequence(KVCacheManager& manager, const std::vector<TokenId>& tokens,
@@ -79,7 +75,7 @@ TEST(KVCache, capacity_shrinks_one_token_at_a_time_and_frees_whole_blocks) {
   ASSERT_TRUE(cache->resize(17));
   for (int32_t capacity = 16; capacity >= 0; --capacity) {
     ASSERT_TRUE(cache->resize(capacity));
-    ASSERT_EQ(manager.storage_statistics()[0].unavailable(), (capacity + 3) / 4);
+    ASSERT_EQ(slots_in_use(manager), (capacity + 3) / 4);
     Introspection::check(manager);
   }
 }
@@ -221,7 +217,7 @@ TEST(KVCache, a_twin_adopts_the_first_block_and_gives_its_own_back) {
   EXPECT_EQ(table_of(*a)[0], table_of(*b)[0]);
   EXPECT_EQ(table_of(*b)[1], tail);
   EXPECT_EQ(manager.stats().rebased_blocks, 1u);
-  EXPECT_EQ(manager.storage_statistics()[0].unavailable(), 3);
+  EXPECT_EQ(slots_in_use(manager), 3);
   a->close();
   EXPECT_EQ(engine.check(*b, tokens), std::nullopt);
   Introspection::check(manager);
@@ -257,7 +253,7 @@ TEST(KVCache, a_longer_block_replaces_the_partial_one_that_others_still_hold) {
   holder->close();
   longer->close();
   Introspection::check(manager);
-  EXPECT_EQ(manager.storage_statistics()[0].unavailable(), 0);
+  EXPECT_EQ(slots_in_use(manager), 0);
 }
 
 TEST(KVCache, page_tables_may_live_in_a_row_of_the_caller) {

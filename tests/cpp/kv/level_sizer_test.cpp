@@ -7,6 +7,7 @@
 #include <atomic>
 #include <thread>
 
+#include "kv/page_tables.h"
 #include "kv/sizing_bench.h"
 
 namespace helicore::kv::testing {
@@ -101,13 +102,13 @@ TEST(LevelSizer, a_suspended_cache_moves_into_lower_slots_with_its_bytes) {
   SizingBench b(sizing_config({8}));
   auto a = b.start(16, 1);
   auto c = b.start(16, 2);
-  EXPECT_THAT(b.slots(*c), ElementsAre(4, 5, 6, 7));
+  EXPECT_THAT(table_of(*c), ElementsAre(4, 5, 6, 7));
   c->suspend();
   a->close();
   const ResizeResult result = b.manager().resize(0, 4 * kUnit);
   EXPECT_TRUE(result.done) << "waits for its own copies";
   ASSERT_TRUE(c->resume());
-  for (int32_t slot : b.slots(*c)) EXPECT_LT(slot, 4);
+  for (int32_t slot : table_of(*c)) EXPECT_LT(slot, 4);
   EXPECT_EQ(b.wrong(*c, 2), "");
   EXPECT_THAT(b.device().violations(), IsEmpty());
 }

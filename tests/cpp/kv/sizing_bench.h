@@ -90,10 +90,6 @@ class SizingBench {
     });
     return found;
   }
-  std::vector<int32_t> slots(const KVCache& cache) const {
-    const auto row = cache.base_page_indices(LifeCycleId(0));
-    return {row.begin(), row.end()};
-  }
   int64_t total(int level, int32_t layer = 0) const {
     const PoolGroupId group = manager_->pool_group_of(manager_->layer_group_id(layer));
     return manager_->storage_statistics(level)[static_cast<size_t>(group.value())].total;
