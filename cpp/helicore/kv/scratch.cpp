@@ -96,11 +96,16 @@ int32_t ScratchSlots::num_missing(size_t life_cycle, const StepCursors& cursors)
 }
 
 int32_t ScratchSlots::num_given_up(size_t life_cycle, const StepCursors& cursors) const noexcept {
-  const auto present = static_cast<int32_t>(pages(life_cycle).size());
-  int32_t count = std::max(0, present - num_wanted(life_cycle, cursors));
+  const PageStore& store = cache_.state_->store;
+  int32_t count = 0;
+  const auto present = pages(life_cycle);
+  for (auto i = static_cast<size_t>(num_wanted(life_cycle, cursors)); i < present.size(); ++i) {
+    count += store.is_beyond_limit(present[i].id) ? 0 : 1;
+  }
   const auto blocks = range(life_cycle, cursors);
   for (int32_t b = blocks.begin; b < std::min(blocks.end, cache_.num_blocks_); ++b) {
-    count += cache_.page(b, life_cycle).is_null() ? 0 : 1;
+    const PageHandle page = cache_.page(b, life_cycle);
+    count += page.is_null() || store.is_beyond_limit(page.id) ? 0 : 1;
   }
   return count;
 }

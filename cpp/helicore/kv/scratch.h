@@ -69,7 +69,8 @@ class ScratchSlots {
   // A step with these cursors has, or ends, scratch blocks.
   [[nodiscard]] bool concerns(const StepCursors& cursors) const noexcept;
   // Slots for the scratch blocks of such a step, those that are missing, and the pages that it
-  // gives up: slots beyond that number and own pages of blocks that become scratch.
+  // gives up: slots beyond that number and own pages of blocks that become scratch, without those
+  // whose slots nobody gets because the level shrinks.
   [[nodiscard]] int32_t num_wanted(size_t life_cycle, const StepCursors& cursors) const noexcept;
   [[nodiscard]] int32_t num_missing(size_t life_cycle, const StepCursors& cursors) const noexcept;
   [[nodiscard]] int32_t num_given_up(size_t life_cycle, const StepCursors& cursors) const noexcept;

@@ -1,5 +1,6 @@
-// Random steps of sequences with scratch blocks: which blocks have pages follows a naive set model,
-// the rows that each step reads are right, and nothing leaks.
+// Random steps of sequences with scratch blocks, on one level and on several whose sizes change:
+// which blocks have pages follows a naive set model, the rows that each step reads are right, and
+// nothing leaks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,6 +8,8 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/introspection.h"
+#include "kv/fake_device.h"
+#include "kv/full_runs.h"
 #include "kv/kv_configs.h"
 #include "kv/planning_configs.h"
 #include "kv/scratch_engine.h"
@@ -22,17 +25,32 @@ struct Sequence {
 
 class ScratchWorld {
  public:
-  explicit ScratchWorld(uint32_t seed)
-      : dice_(seed), manager_(random_scratch_config()), engine_(manager_) {
+  // `num_levels`: 1, or more on a device whose copies are late.
+  explicit ScratchWorld(uint32_t seed, int num_levels = 1)
+      : dice_(seed),
+        device_(num_levels == 1
+                    ? nullptr
+                    : new FakeDevice({.type = DeviceType::kCpu, .any_order = true, .seed = seed})),
+        manager_(random_scratch_config(num_levels), std::unique_ptr<CacheDevice>(device_)),
+        engine_(manager_) {
     for (int32_t i = 0; i < 3; ++i) open();
+    for (int level = 0; level < num_levels; ++level) quotas_.push_back(manager_.quota(level));
   }
 
   // False after a wrong value.
   [[nodiscard]] bool run(int num_steps) {
     for (int i = 0; i < num_steps && !::testing::Test::HasFailure(); ++i) {
       Sequence& sequence = sequences_[static_cast<size_t>(dice_.below(3))];
-      if (!step(sequence)) return false;
+      if (device_ != nullptr && dice_.below(4) == 0) {
+        change_sizes();
+      } else if (!step(sequence)) {
+        return false;
+      }
       Introspection::check(manager_);
+      if (device_ != nullptr && !device_->violations().empty()) {
+        wrong_ = device_->violations().front();
+        return false;
+      }
       for (const Sequence& each : sequences_) expect_model(*each.cache);
     }
     for (Sequence& each : sequences_) each.cache->close();
@@ -43,9 +61,17 @@ class ScratchWorld {
   LayerwiseEngine& engine() { return engine_; }
   [[nodiscard]] int64_t num_scratch_blocks() const { return num_scratch_blocks_; }
   [[nodiscard]] int num_refused() const { return num_refused_; }
+  [[nodiscard]] int num_resizes() const { return num_resizes_; }
+  [[nodiscard]] int64_t num_pushed_down() const {
+    int64_t count = 0;
+    for (const auto& level : manager_.migration_stats().levels) {
+      for (const auto& stats : level) count += stats.offloaded_pages;
+    }
+    return count;
+  }
 
  private:
-  KVCacheManagerConfig random_scratch_config() {
+  KVCacheManagerConfig random_scratch_config(int num_levels) {
     KVCacheManagerConfig config;
     config.tokens_per_block = 1 << dice_.in(0, 3);
     rewind_ = dice_.coin() ? dice_.in(0, 12) : 0;
@@ -68,7 +94,10 @@ class ScratchWorld {
       config.layers.push_back(layer);
     }
     const int32_t num_blocks = dice_.in(60, 200) * 8 / config.tokens_per_block;
-    config.cache_tiers = {HostCacheTierConfig{bytes * num_blocks}};
+    for (int level = 0; level < num_levels; ++level) {
+      const int64_t part = num_levels == 1 ? 1 : 4;
+      config.cache_tiers.push_back(HostCacheTierConfig{bytes * num_blocks / part});
+    }
     return config;
   }
 
@@ -77,6 +106,21 @@ class ScratchWorld {
     for (int i = 0; i < 2000; ++i) sequence.tokens.push_back(static_cast<TokenId>(dice_.below(2)));
     sequence.cache = manager_.create_kv_cache({.input_tokens = sequence.tokens});
     sequences_.push_back(std::move(sequence));
+  }
+
+  // Also of the hot level under its scratch slots, which are locked.
+  void change_sizes() {
+    for (int64_t i = dice_.below(4); i > 0; --i) (void)device_->run_one();
+    if (dice_.coin()) {
+      EXPECT_LE(manager_.maintain(4), 4);
+      return;
+    }
+    const auto level = static_cast<int>(dice_.below(manager_.num_levels()));
+    const int64_t quota = quotas_[static_cast<size_t>(level)] * dice_.in(10, 40) / 20;
+    const int64_t before = manager_.quota(level);
+    const ResizeResult result = manager_.resize(level, quota, dice_.coin());
+    num_resizes_ += result.done ? 1 : 0;
+    EXPECT_TRUE(result.done ? result.quota >= quota : result.quota == before);
   }
 
   // True unless a wrong value was read.
@@ -203,11 +247,14 @@ class ScratchWorld {
 
   Dice dice_;
   int32_t rewind_ = 0;
+  FakeDevice* device_;  // null: the real one
   KVCacheManager manager_;
   LayerwiseEngine engine_;
   std::vector<Sequence> sequences_;
   int64_t num_scratch_blocks_ = 0;
   int num_refused_ = 0;
+  int num_resizes_ = 0;
+  std::vector<int64_t> quotas_;
 
  public:
   std::string wrong_;
@@ -226,6 +273,48 @@ TEST(ScratchProperty, random_steps_keep_the_set_model_and_all_data) {
   }
   EXPECT_GT(num_scratch_blocks, 2000);
   EXPECT_GT(num_refused, 5);
+}
+
+TEST(ScratchProperty, three_levels_that_change_their_sizes_keep_the_set_model_and_all_data) {
+  int64_t num_scratch_blocks = 0;
+  int64_t num_pushed_down = 0;
+  int num_resizes = 0;
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE(seed);
+    ScratchWorld world(seed, 3);
+    ASSERT_TRUE(world.run(100)) << world.wrong_;
+    if (HasFailure()) return;
+    num_scratch_blocks += world.num_scratch_blocks();
+    num_pushed_down += world.num_pushed_down();
+    num_resizes += world.num_resizes();
+  }
+  EXPECT_GT(num_scratch_blocks, 2000);
+  EXPECT_GT(num_pushed_down, 1000);
+  EXPECT_GT(num_resizes, 100);
+}
+
+class ScratchInFull : public ::testing::TestWithParam<int> {};
+
+TEST_P(ScratchInFull, DISABLED_levels_that_change_their_sizes_keep_the_set_model_and_all_data) {
+  const auto first = static_cast<uint32_t>(1'000'000 * (GetParam() + 1) + first_seed());
+  for (uint32_t seed = first; seed < first + 250; ++seed) {
+    SCOPED_TRACE(seed);
+    ScratchWorld world(seed, 1 + static_cast<int>(seed % 3));
+    ASSERT_TRUE(world.run(100)) << world.wrong_;
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Parts, ScratchInFull, ::testing::Range(0, 16));
+
+TEST(ScratchProperty, one_slot_too_few_is_found_on_three_levels) {
+  int num_found = 0;
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    ScratchWorld world(seed, 3);
+    world.engine().drops_last_slot = true;
+    num_found += world.run(60) ? 0 : 1;
+  }
+  EXPECT_GT(num_found, 5);
 }
 
 TEST(ScratchProperty, one_slot_too_few_is_found) {
