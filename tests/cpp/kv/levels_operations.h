@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
-#include "kv/levels_world.h"
+#include "kv/levels_upkeep.h"
 
 namespace helicore::kv::testing {
 
-class LevelsWorld final : public LevelsBase {
+class LevelsWorld final : public LevelsUpkeep {
  public:
-  using LevelsBase::LevelsBase;
+  using LevelsUpkeep::LevelsUpkeep;
 
   // The first difference within `num_operations`, or nothing.
   std::optional<std::string> run(int num_operations) {
@@ -25,6 +25,7 @@ class LevelsWorld final : public LevelsBase {
       try {
         step();
         look();
+        look_at_upkeep();
       } catch (const std::exception& error) {
         differ(std::string("thrown: ") + error.what());
       }
@@ -56,6 +57,7 @@ class LevelsWorld final : public LevelsBase {
       } catch (const std::exception&) {
       }
     }
+    unpin_all();
     calm();
     sequences_.clear();
   }
@@ -77,6 +79,7 @@ class LevelsWorld final : public LevelsBase {
 
   void step() {
     if (chance(40)) tick();
+    if (chance(20)) return upkeep();
     const int operation = below(100);
     if (sequences_.size() < 2 || (operation < 10 && sequences_.size() < 7)) return create();
     if (operation < 14) return probe();
@@ -107,8 +110,10 @@ class LevelsWorld final : public LevelsBase {
       s.lineage.push(s.plan.back());
     }
   }
-  void note_committed(const Sequence& s, bool stopped) {
+  void note_committed(Sequence& s, bool stopped) {
     if (shared_) return;
+    note_worth(s, s.noted, stopped);
+    s.noted = s.cache->num_committed_tokens();
     const auto n = static_cast<size_t>(s.cache->num_committed_tokens());
     const std::span<const TokenId> tokens = std::span(s.plan).first(n);
     committed_[s.scope].insert(tokens);
@@ -125,14 +130,18 @@ class LevelsWorld final : public LevelsBase {
     Tokens prompt = plan;
     if (chance(50)) prompt.resize(static_cast<size_t>(below(int(prompt.size()) + 1)));
     const int32_t probed = manager_.probe_reuse(prompt, scope_of(s.scope));
+    s.worth = random_worth();
     s.cache = manager_.create_kv_cache({.reuse_scope = scope_of(s.scope),
                                         .input_tokens = prompt,
-                                        .priority = chance(30) ? below(101) : kPriorityDefault});
+                                        .priority = s.worth.base,
+                                        .retention = s.worth.ranges});
     const int32_t matched = s.cache->num_committed_tokens();
     if (!shared_ && !loses() && matched != probed) differ("probe and create disagree");
     check_depth(prompt, s.scope, matched);
     set_plan(s, std::move(plan));
     s.written = matched;
+    s.noted = matched;
+    note_worth(s, INT32_MAX, true);
     counts_.matched += matched;
     if (!streams_.empty()) s.stream = streams_[static_cast<size_t>(below(3))];
     sequences_.push_back(std::move(s));
@@ -177,6 +186,7 @@ class LevelsWorld final : public LevelsBase {
     if (!difference_) check_empty();
   }
   void close_all() {
+    unpin_all();
     while (!sequences_.empty() && !difference_) {
       if (sequences_.back().cache->is_lost()) {
         sequences_.back().cache->close();
@@ -191,6 +201,7 @@ class LevelsWorld final : public LevelsBase {
     manager_.clear_reusable_blocks();
     committed_.clear();
     shown_.clear();
+    worths_.clear();
     calm();
     look();
     for (int level = 0; level < manager_.num_levels(); ++level) {
@@ -383,6 +394,8 @@ class LevelsWorld final : public LevelsBase {
     }
     ++counts_.forks;
     child.scope = parent.scope;
+    child.worth = parent.worth;
+    child.noted = child.cache->num_committed_tokens();
     child.serial = ++num_sequences_;
     child.written = history;
     child.may_commit = parent.may_commit;
@@ -393,6 +406,7 @@ class LevelsWorld final : public LevelsBase {
     Tokens plan = parent.plan;
     if (chance(50)) plan.resize(static_cast<size_t>(history));
     set_plan(child, std::move(plan));
+    note_worth(child, INT32_MAX, true);
     sequences_.push_back(std::move(child));
   }
 
@@ -498,6 +512,7 @@ class LevelsWorld final : public LevelsBase {
       if (s.cache->is_active()) s.cache->suspend();
     }
     calm();
+    if (!settle_levels()) return;
     for (int i = 0; i < 2; ++i) {
       Sequence& s = sequences_[static_cast<size_t>(below(int(sequences_.size())))];
       if (s.cache->is_active() || s.cache->is_lost() || !fits(*s.cache)) continue;

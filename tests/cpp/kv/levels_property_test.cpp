@@ -1,11 +1,13 @@
 // Random operations on managers of several levels, with faults, and controls that must be caught.
 //
-// All of it, a million operations and more:
-//   kv_test --gtest_also_run_disabled_tests --gtest_filter='*LevelsInFull*'
+// All of it, a million operations and more; --gtest_random_seed=1, 2, ... for others, and
+// GTEST_TOTAL_SHARDS with GTEST_SHARD_INDEX to share them between processes, a setup each:
+//   kv_test --gtest_also_run_disabled_tests --gtest_filter='*InFull*'
 #include <gtest/gtest.h>
 
 #include <iostream>
 
+#include "kv/full_runs.h"
 #include "kv/levels_setups.h"
 #include "kv/temp_dir.h"
 
@@ -36,12 +38,16 @@ class LevelsInFull : public Levels {};
 
 TEST_P(LevelsInFull, DISABLED_random_operations_keep_every_byte_and_every_promise) {
   const TempDir dir;
-  for (uint64_t seed = 1; seed <= 40; ++seed) {
+  LevelsWorld::Counts total;
+  const uint64_t first = first_seed();
+  for (uint64_t seed = first; seed < first + 40; ++seed) {
     LevelsWorld::Counts counts;
     const auto difference =
         run_levels(setup_of(GetParam()), dir.path().string(), seed, 250, &counts);
     ASSERT_FALSE(difference) << "seed " << seed << ": " << *difference;
+    total += counts;
   }
+  std::cout << total << std::endl;
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Levels,
@@ -52,6 +58,25 @@ INSTANTIATE_TEST_SUITE_P(Models, LevelsInFull,
                          ::testing::Combine(::testing::ValuesIn(model_setups()),
                                             ::testing::ValuesIn(machine_setups())),
                          name_of);
+
+// The default slice is about something.
+TEST(LevelsUpkeep, sizes_pins_and_retention_are_met_by_random_operations) {
+  const TempDir dir;
+  LevelsWorld::Counts total;
+  for (const LevelsSetup& setup : model_setups()) {
+    for (uint64_t seed = 1; seed <= 4; ++seed) {
+      LevelsWorld::Counts counts;
+      const auto difference = run_levels(setup, dir.path().string(), seed, 200, &counts);
+      ASSERT_FALSE(difference) << setup.name << " seed " << seed << ": " << *difference;
+      total += counts;
+    }
+  }
+  EXPECT_GT(total.pins, 300);
+  EXPECT_GT(total.priced, 300);
+  EXPECT_GT(total.resizes, 300);
+  EXPECT_GT(total.adjusts, 5);
+  EXPECT_GT(total.moved, 15);
+}
 
 class LevelsControl : public ::testing::TestWithParam<const char*> {};
 
@@ -68,6 +93,8 @@ TEST_P(LevelsControl, a_planted_fault_is_caught) {
     setup.any_order = true;
     setup.careless_engine = fault == "careless_engine";
     setup.ignore_after = fault == "copies_do_not_wait";
+    setup.false_pins = fault == "pins_that_hold_nothing";
+    setup.wrong_durations = fault == "retention_of_other_durations";
     setup.corrupt = fault == "corrupt_copies" || fault == "corrupt_gpu_copies" ? 0.2 : 0.0;
     bool caught = false;
     for (uint64_t seed = 1; seed <= 10 && !caught; ++seed) {
@@ -79,7 +106,9 @@ TEST_P(LevelsControl, a_planted_fault_is_caught) {
 
 INSTANTIATE_TEST_SUITE_P(Faults, LevelsControl,
                          ::testing::Values("careless_engine", "copies_do_not_wait",
-                                           "corrupt_copies", "corrupt_gpu_copies"),
+                                           "corrupt_copies", "corrupt_gpu_copies",
+                                           "pins_that_hold_nothing",
+                                           "retention_of_other_durations"),
                          [](const auto& info) { return std::string(info.param); });
 
 }  // namespace

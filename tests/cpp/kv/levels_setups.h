@@ -138,6 +138,10 @@ inline KVCacheManagerConfig config_of(const LevelsSetup& setup, const std::strin
   config.draft_reuse_match_backoff = setup.draft_backoff;
   config.commit_min_snapshot = setup.min_snapshot;
   config.event_buffer_size = 8;
+  config.rebalance_min_sampled_kv_caches = 3;
+  config.rebalance_cooldown_secs = 0;
+  config.rebalance_target_ratio_update_interval = 1;
+  config.rebalance_moving_average_decay = 0.3;
   return config;
 }
 

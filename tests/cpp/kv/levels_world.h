@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <ostream>
 #include <random>
 #include <set>
 #include <string>
@@ -42,6 +43,37 @@ struct LevelsSetup {
   bool careless_engine = false;
   bool ignore_after = false;
   double corrupt = 0;
+  bool false_pins = false;
+  bool wrong_durations = false;
+};
+
+// What a sequence asked for its blocks, told slowly.
+struct Worth {
+  int base = kPriorityDefault;
+  std::vector<RetentionRange> ranges{};
+  struct At {
+    int priority = 0;
+    std::optional<int64_t> duration_ms = std::nullopt;  // none: for ever
+  };
+  // Of the block that begins at `token`: the best of all ranges that need it, for the longest time.
+  [[nodiscard]] At of(int32_t token) const {
+    At at{base, std::nullopt};
+    bool any = false;
+    for (const RetentionRange& range : ranges) {
+      const bool needs = !range.end || *range.end > token;
+      if (!needs || range.priority <= base) continue;
+      at.priority = std::max(at.priority, range.priority);
+      if (!any) {
+        at.duration_ms = range.duration_ms;
+      } else if (at.duration_ms && range.duration_ms) {
+        at.duration_ms = std::max(*at.duration_ms, *range.duration_ms);
+      } else {
+        at.duration_ms = std::nullopt;
+      }
+      any = true;
+    }
+    return at;
+  }
 };
 
 // Every prefix of the sequences that were put in.
@@ -112,6 +144,21 @@ class LevelsBase {
   struct Counts {
     int64_t operations = 0, bounces = 0, lost = 0, refused = 0, no_room = 0, prefetches = 0;
     int64_t matched = 0, exact = 0, forks = 0, snapshots = 0;
+    int64_t pins = 0, priced = 0, resizes = 0, adjusts = 0, moved = 0;
+    Counts& operator+=(const Counts& other) {
+      operations += other.operations, bounces += other.bounces, lost += other.lost;
+      refused += other.refused, no_room += other.no_room, prefetches += other.prefetches;
+      matched += other.matched, exact += other.exact, forks += other.forks;
+      pins += other.pins, priced += other.priced, resizes += other.resizes;
+      adjusts += other.adjusts, moved += other.moved;
+      return *this;
+    }
+    friend std::ostream& operator<<(std::ostream& out, const Counts& c) {
+      return out << c.operations << " operations, " << c.bounces << " bounces, " << c.lost
+                 << " lost, " << c.no_room << " without room, " << c.matched << " matched, "
+                 << c.forks << " forks, " << c.pins << " pins, " << c.priced << " priced, "
+                 << c.resizes << " resizes, " << c.adjusts << " adjusts, " << c.moved << " moved";
+    }
   };
   [[nodiscard]] const Counts& counts() {
     counts_.operations = num_operations_;
@@ -125,7 +172,9 @@ class LevelsBase {
     std::unique_ptr<KVCache> cache;
     Tokens plan;
     Lineage lineage{0};
+    Worth worth{};
     int scope = 0;
+    int32_t noted = 0;         // committed tokens that the models know of
     int32_t written = 0;       // rows [0, written) are there
     bool must_resize = false;  // a fork or a rewind: rows may be shared
     bool may_commit = true;
