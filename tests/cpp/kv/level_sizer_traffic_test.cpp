@@ -135,6 +135,32 @@ TEST(Rebalancing, active_and_suspended_caches_keep_their_bytes) {
   EXPECT_THAT(b.device().violations(), IsEmpty());
 }
 
+TEST(Rebalancing, cached_prefixes_keep_their_bytes_both_ways) {
+  Traffic b(Traffic::eager({64, 64}));
+  for (int sequence : {1, 2, 3}) {
+    auto cache = b.start(40, sequence);
+    cache->commit(SizingBench::tokens(sequence, 40));
+  }
+  int64_t found = 0;
+  for (int32_t length : {8, 120}) {  // few tokens, then many
+    for (int i = 0; i < 6; ++i) b.close_some(4, length);
+    b.now += 10 * kSecond;
+    const int64_t full = b.total(0, 0);
+    ASSERT_TRUE(b.manager().adjust());
+    b.settle();
+    EXPECT_NE(b.total(0, 0), full) << "slots moved";
+    for (int sequence : {1, 2, 3}) {
+      auto cache = b.manager().create_kv_cache({.input_tokens = SizingBench::tokens(sequence, 40)});
+      ASSERT_TRUE(cache->resume()) << describe(*cache->last_failure());
+      EXPECT_EQ(b.wrong(*cache, sequence), "") << "length " << length;
+      EXPECT_EQ(b.wrong(*cache, 9) != "", cache->num_committed_tokens() > 0);
+      found += cache->num_committed_tokens();
+    }
+  }
+  EXPECT_GE(found, 3 * 40) << "at least the first move keeps them";
+  EXPECT_THAT(b.device().violations(), IsEmpty());
+}
+
 TEST(Rebalancing, a_later_resize_keeps_the_shares_that_were_learnt) {
   Traffic b;
   b.close_some(4, 8);
@@ -174,6 +200,38 @@ TEST(Sizing, the_longest_sequence_follows_the_sizes) {
   EXPECT_EQ(most, 64);
   EXPECT_TRUE(a->resize(most));
   EXPECT_FALSE(a->resize(most + 1));
+}
+
+// Beside others of one token a sequence of the longest length grows token by token, and no further.
+TEST(Sizing, the_longest_sequence_truly_runs_beside_the_others) {
+  int num_bounded = 0;
+  for (int64_t units : {1, 2, 3, 5, 8, 13}) {
+    for (int32_t window : {0, 1, 4, 9, 40}) {
+      for (int64_t batch : {1, 2, 4}) {
+        auto config = sizing_config({units}, window);
+        SizingBench b(config);
+        constexpr int64_t kUpper = 90;
+        const auto most =
+            static_cast<int32_t>(b.manager().clamp_max_seq_len_for_mem(batch, kUpper));
+        std::vector<std::unique_ptr<KVCache>> others;
+        bool all_run = true;
+        for (int64_t i = 1; i < batch; ++i) {
+          others.push_back(b.manager().create_kv_cache());
+          all_run = all_run && others.back()->resume() && others.back()->resize(1);
+        }
+        auto longest = b.manager().create_kv_cache();
+        all_run = all_run && longest->resume();
+        int32_t length = 0;
+        const auto tokens = SizingBench::tokens(1, kUpper);
+        while (all_run && length < kUpper && longest->resize(length + 1, length)) {
+          longest->commit(std::span(tokens).subspan(static_cast<size_t>(length++), 1));
+        }
+        ASSERT_EQ(length, most) << units << " units, window " << window << ", batch " << batch;
+        num_bounded += most < kUpper && most > 0 ? 1 : 0;
+      }
+    }
+  }
+  EXPECT_GT(num_bounded, 20) << "the test must see what it is about";
 }
 
 TEST(Sizing, a_batch_of_the_constraints_truly_runs) {
