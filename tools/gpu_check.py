@@ -140,7 +140,16 @@ def prepare() -> None:
     pip = [sys.executable, "-m", "pip"]
     options = ["--no-deps", "--only-binary=:all:", "-d", str(wheels)]
     for version in ("3.11", "3.12", "3.13"):
-        command = [*pip, "download", "-q", "--python-version", version, *options, *NANOBIND, *ENGINE]
+        command = [
+            *pip,
+            "download",
+            "-q",
+            "--python-version",
+            version,
+            *options,
+            *NANOBIND,
+            *ENGINE,
+        ]
         subprocess.run(command, check=True)
     if shutil.which("nvcc"):
         command = [*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(wheels), "."]

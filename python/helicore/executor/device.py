@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 
 
 def choose_device(config: EngineConfig, *, is_loaded: bool = True) -> torch.device:
-    """The device that `config` names. "auto" prefers a GPU for a model that is yet to be loaded; one
-    that is given is taken to be on the CPU.
+    """The device that `config` names. "auto" prefers a GPU for a model that is yet to be loaded;
+    one that is given is taken to be on the CPU.
 
     Raises FieldError where it can't be used, NotSupportedError for settings that it doesn't serve.
     """
