@@ -205,6 +205,7 @@ class Engine:
         if not step.empty:
             self._run(step)
         with self._change:
+            self._pool.maintain()
             self._update_gauges()
             self._watch.mark("postprocess")
             updates, self._pending = self._pending, []
