@@ -28,6 +28,7 @@ PACKED = ROOT / ".gpu"
 BUILD = ROOT / "build" / "gpu"
 SITE = BUILD / "site"  # an importable copy of the package with its native module
 NANOBIND = ("nanobind==3.1.0", "nanobind-backend==1.0.0")
+ENGINE = ("safetensors==0.8.0", "tokenizers==0.23.3")  # what the engine imports besides torch
 GOOGLETEST = Path("/usr/src/googletest")
 CUDA_BENCHMARKS = ("mla",)
 
@@ -139,7 +140,16 @@ def prepare() -> None:
     pip = [sys.executable, "-m", "pip"]
     options = ["--no-deps", "--only-binary=:all:", "-d", str(wheels)]
     for version in ("3.11", "3.12", "3.13"):
-        command = [*pip, "download", "-q", "--python-version", version, *options, *NANOBIND]
+        command = [
+            *pip,
+            "download",
+            "-q",
+            "--python-version",
+            version,
+            *options,
+            *NANOBIND,
+            *ENGINE,
+        ]
         subprocess.run(command, check=True)
     if shutil.which("nvcc"):
         command = [*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(wheels), "."]
@@ -165,7 +175,7 @@ def python_package(check: Check) -> bool:
     """An importable helicore in SITE: from the packed wheel, else built here."""
     shutil.rmtree(SITE, ignore_errors=True)
     SITE.mkdir(parents=True)
-    for name in ("nanobind_backend", "nanobind"):
+    for name in ("nanobind_backend", "nanobind", "safetensors", "tokenizers"):
         unpack(name)
     if unpack("helicore"):  # its Python files may be older than the tree's
         shutil.copytree(ROOT / "python" / "helicore", SITE / "helicore", dirs_exist_ok=True)

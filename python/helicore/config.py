@@ -193,7 +193,7 @@ class KVCacheConfig:
     )
     gpu_gb: float | None = _setting(
         None,
-        "GPU memory of the hot tier in GiB (device cuda only).",
+        "GPU memory of the hot tier in GiB, on a GPU; None is nine tenths of what is free.",
         env="HELICORE_GPU_GB",
         above=0,
     )
@@ -329,10 +329,9 @@ class EngineConfig:
     )
     device: str = _setting(
         "auto",
-        "Where the kernels run (cpu is served).",
+        "Where the model runs; auto is a GPU where there is one that can be used.",
         env="HELICORE_DEVICE",
         choices=("auto", "cpu", "cuda"),
-        unserved=("cuda",),
     )
     max_model_len: int | None = _setting(
         None,
@@ -374,8 +373,6 @@ class EngineConfig:
         _validate(self)
         if self.speculative is not None:
             _refuse_unserved("speculative", self.speculative.method, "speculative=None")
-        if self.kv_cache.gpu_gb is not None:
-            _refuse_unserved("gpu_gb", self.kv_cache.gpu_gb, "host_gb on a CPU")
 
 
 _OWNERS: tuple[type[Any], ...] = (

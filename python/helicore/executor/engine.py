@@ -20,7 +20,9 @@ from helicore.config import EngineConfig, FieldError
 from helicore.executor.admission import ModelLimits, make_request
 from helicore.executor.batch import BatchBuilder, StepInputs, absorbed_rule
 from helicore.executor.counters import EngineCounters, Stopwatch
+from helicore.executor.cuda_runner import CudaRunner
 from helicore.executor.detokenizer import Detokenizer
+from helicore.executor.device import choose_device
 from helicore.executor.disk_prefix import DiskConfig
 from helicore.executor.disk_stamp import checkpoint_digest, make_stamp, model_digest
 from helicore.executor.interrupts import INTERRUPTS, ProcessCheck, StateChange
@@ -59,12 +61,13 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, model: CausalLM | None = None) -> None:
         """Loads the model (unless one is given) and takes the memory of the KV cache."""
+        device = choose_device(config, is_loaded=model is None)
         host_bytes(config.kv_cache.host_gb)  # before a model is loaded in vain
         _set_threads(config.num_threads)
         self.config = config
-        is_given, model = model is not None, load(config) if model is None else model
+        is_given, model = model is not None, load(config, device) if model is None else model
         self.counters = EngineCounters()
-        shape = PoolShape.fit(config, model)
+        shape = PoolShape.fit(config, model, device)
         disk = disk_config(config, model, shape, is_loaded=not is_given)
         self.limits = ModelLimits(
             vocab_size=model.config.vocab_size,
@@ -76,7 +79,8 @@ class Engine:
         self._lanes = Lanes(
             config.scheduler.max_num_seqs, shape.max_model_len, self.limits.vocab_size
         )
-        self._pool = KVPool(shape, disk)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = KVPool(shape, disk, None if stream is None else stream.cuda_stream)
         self.counters.levels = self._pool.level_counters()
         self._scheduler = Scheduler(
             config.scheduler,
@@ -93,6 +97,15 @@ class Engine:
             absorbed_rule(model.config, deterministic=config.deterministic),
         )
         self._runner = Runner(model, self._pool.caches)
+        if stream is not None:
+            self._runner = CudaRunner(
+                model,
+                self._pool.caches,
+                max_tokens=config.scheduler.max_num_batched_tokens,
+                max_sequences=config.scheduler.max_num_seqs,
+                max_pages=shape.max_pages,
+                stream=stream,
+            )
         self._sampler = Sampler(self._lanes)
         self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
         self._watch = Stopwatch(self.counters.times)
@@ -229,10 +242,11 @@ class Engine:
         """The part of a step that can fail: it changes cache rows, but no sequence."""
         inputs = self._batch.build(step)
         self._watch.mark("prepare")
-        logits = self._runner.run(inputs.forward)
-        self._watch.mark("forward")
-        sampled = self._sampler.sample(inputs, logits)
-        self._watch.mark("sample")
+        with self._runner.active():
+            logits = self._runner.run(inputs.forward)
+            self._watch.mark("forward")
+            sampled = self._sampler.sample(inputs, logits)
+            self._watch.mark("sample")
         return inputs, sampled
 
     def _finish(self, step: Step, inputs: StepInputs, sampled: Sampled) -> None:
@@ -341,11 +355,11 @@ def _derived_seed(base: int, index: int) -> int:
     return int(np.random.SeedSequence([base, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def load(config: EngineConfig) -> CausalLM:
+def load(config: EngineConfig, device: torch.device) -> CausalLM:
     """The model that `config` names."""
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     return load_model(
-        resolve_model(config.model), dtype=dtype, device="cpu", max_model_len=config.max_model_len
+        resolve_model(config.model), dtype=dtype, device=device, max_model_len=config.max_model_len
     )
 
 

@@ -25,6 +25,11 @@ _ROLE = "latent"
 _GROUP = 0  # all layers live and die together
 _STEPS_BETWEEN_LOOKS = 64  # at whether the traffic asks for other shares of the memory
 _PAGES_PER_STEP = 64  # that may move for a new size: what a step can take by the way
+_TIER_NAMES = {
+    kv.CacheTier.GPU_MEM: "gpu",
+    kv.CacheTier.HOST_MEM: "host",
+    kv.CacheTier.DISK: "disk",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +66,12 @@ class KVPool:
     find no room say so by their result and change nothing.
     """
 
-    def __init__(self, shape: PoolShape, disk: DiskConfig | None = None) -> None:
-        """`disk`: where prefixes are kept beyond the process."""
+    def __init__(
+        self, shape: PoolShape, disk: DiskConfig | None = None, stream: int | None = None
+    ) -> None:
+        """`disk`: where prefixes are kept beyond the process. `stream`: the cudaStream_t that
+        steps run on, where the hot level is on a GPU."""
+        self._stream = stream
         self.page_size = shape.page_size
         page_bytes = [w * shape.page_size * shape.dtype.itemsize for w in shape.row_widths]
         manager = kv.KVCacheManager(
@@ -202,7 +211,7 @@ class KVPool:
         the tree. NO_ROOM where not all pages and `headroom` more are to be had: it stays parked.
         """
         cache = parked.cache
-        if not cache.resume():
+        if not cache.resume(self._stream):
             return self._refusal(cache)
         cache.set_base_page_index_buf(0, _GROUP, self.block_table[lane])
         if not cache.resize(len(tokens)) or self.available_pages() < headroom:
@@ -247,7 +256,7 @@ class KVPool:
         tiers = self._manager.init_config.cache_tiers
         return [
             LevelCounters(
-                "disk" if tier.tier == kv.CacheTier.DISK else "host",
+                _TIER_NAMES[tier.tier],
                 sum(int(group.total) for group in self._manager.get_storage_statistics(level)),
             )
             for level, tier in enumerate(tiers)
@@ -340,14 +349,48 @@ class KVPool:
 
     def _view(self, layer: int, width: int, shape: PoolShape) -> Tensor:
         """The manager's memory of one layer; row p is the page with base page index p."""
-        pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE)).view(shape.dtype)
-        return pages.view(len(pages), shape.page_size, width)
+        if shape.device.type == "cuda":
+            pages = self._gpu_view(layer, shape)
+        else:
+            pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE))
+        return pages.view(shape.dtype).view(len(pages), shape.page_size, width)
+
+    def _gpu_view(self, layer: int, shape: PoolShape) -> Tensor:
+        """uint8 [pages, bytes] of GPU memory, whose addresses stay while the manager lives."""
+        manager = self._manager
+        scale = manager.get_page_index_scale(layer, _ROLE)
+        memory = _GpuMemory(
+            address=manager.get_mem_pool_base_address(layer, _ROLE),
+            shape=(
+                self.num_pages,
+                shape.row_widths[layer] * shape.page_size * shape.dtype.itemsize,
+            ),
+            strides=(manager.get_page_stride(layer, _ROLE) * scale, 1),
+        )
+        return torch.as_tensor(memory, device=shape.device)
 
 
-def _tiers(shape: PoolShape) -> list[kv.HostCacheTierConfig | kv.DiskCacheTierConfig]:
+class _GpuMemory:
+    """uint8 memory that torch takes in without owning it."""
+
+    def __init__(self, *, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _tiers(
+    shape: PoolShape,
+) -> list[kv.GpuCacheTierConfig | kv.HostCacheTierConfig | kv.DiskCacheTierConfig]:
     """The levels of the cache, hot first."""
-    tiers: list[kv.HostCacheTierConfig | kv.DiskCacheTierConfig] = [
-        kv.HostCacheTierConfig(shape.num_bytes)
+    on_gpu = shape.device.type == "cuda"
+    hot = kv.GpuCacheTierConfig if on_gpu else kv.HostCacheTierConfig
+    tiers: list[kv.GpuCacheTierConfig | kv.HostCacheTierConfig | kv.DiskCacheTierConfig] = [
+        hot(shape.num_bytes)
     ]
     if shape.swap_host_bytes:
         tiers.append(kv.HostCacheTierConfig(shape.swap_host_bytes))

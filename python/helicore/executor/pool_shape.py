@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from helicore.config import EngineConfig, FieldError
+from helicore.executor.device import CPU, gpu_bytes
 from helicore.models.base import CausalLM
 from helicore.models.config import ModelConfig
 
@@ -31,6 +32,8 @@ class PoolShape:
     """Of the host level below the hot one; 0 is none. Likewise on disk."""
     swap_disk_bytes: int = 0
     swap_path: Path | None = None
+    device: torch.device = CPU
+    """Where the hot level is."""
 
     @property
     def page_bytes(self) -> int:
@@ -43,19 +46,24 @@ class PoolShape:
         return -(-self.max_model_len // self.page_size)
 
     @classmethod
-    def fit(cls, config: EngineConfig, model: CausalLM) -> PoolShape:
+    def fit(cls, config: EngineConfig, model: CausalLM, device: torch.device = CPU) -> PoolShape:
         """FieldError when the memory can't hold a useful sequence, or not the one asked for."""
         dtype = cache_dtype(config, model.config)
         widths = tuple(model.kv_layers(model.config, dtype))
         page_size = config.kv_cache.block_size
         page_bytes = sum(widths) * page_size * dtype.itemsize
-        num_bytes = host_bytes(config.kv_cache.host_gb)
+        is_gpu = device.type == "cuda"
+        name = "gpu_gb" if is_gpu else "host_gb"
+        if is_gpu:
+            num_bytes = gpu_bytes(config.kv_cache.gpu_gb, device)
+        else:
+            num_bytes = host_bytes(config.kv_cache.host_gb)
         # One page stays free for the copy of a partly matched one, so a lone sequence always runs.
         pool_tokens = (num_bytes // page_bytes - 1) * page_size
         if pool_tokens < 2:
             raise FieldError(
-                "host_gb",
-                f"host_gb gives {num_bytes} bytes of KV cache, but two pages of {page_bytes} bytes "
+                name,
+                f"{name} gives {num_bytes} bytes of KV cache, but two pages of {page_bytes} bytes "
                 "are the least that works",
             )
         length, source = model_length(config, model.config, pool_tokens)
@@ -70,6 +78,7 @@ class PoolShape:
             swap_host_bytes=swap_bytes(config.kv_cache.swap_host_gb, "swap_host_gb", page_bytes),
             swap_disk_bytes=swap_bytes(config.kv_cache.swap_disk_gb, "swap_disk_gb", page_bytes),
             swap_path=swap_folder(config.kv_cache.swap_path),
+            device=device,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ class Runner:
         if self._model is None:
             raise RuntimeError("the engine is closed")
         return self._model
+
+    def active(self) -> AbstractContextManager[object]:
+        """Inside it `run` and what reads its result are called."""
+        return nullcontext()
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Appends the step's rows and returns fp32 logits [n, vocab_size]."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helicore import ops
 from helicore.executor.batch import StepInputs
-from helicore.executor.lanes import Ints, Lanes
+from helicore.executor.lanes import BAD_TOKEN, Ints, Lanes
 from helicore.executor.sequence import Request, Sequence
 from helicore.executor.steps import Chunk
 from helicore.executor.updates import TokenLogprobs
@@ -41,6 +41,8 @@ class _Gathered:
     min_p: Tensor
     seed: Tensor
     is_edited: bool
+    is_greedy: bool
+    """No row is edited, and none is drawn."""
     logprob_positions: Ints
 
 
@@ -60,6 +62,11 @@ class Sampler:
         """logits fp32 [rows, vocab]: sampled lanes first, then rows of prompts; may be changed."""
         lanes = inputs.sampled
         rows = self._gather(lanes)
+        if logits.is_cuda:
+            is_plain = rows.is_greedy and not len(rows.logprob_positions)
+            if is_plain and not inputs.prompt_chunks:
+                return Sampled(greedy(logits).cpu().numpy())
+            logits = logits.cpu()
         head = logits[: len(lanes)]
         wanted = rows.logprob_positions
         raw = head
@@ -93,6 +100,7 @@ class Sampler:
             min_p=torch.from_numpy(rows.min_p[lanes]),
             seed=torch.from_numpy(rows.seed[lanes]),
             is_edited=bool(rows.is_edited[lanes].any()),
+            is_greedy=not (rows.is_edited[lanes].any() or rows.temperature[lanes].any()),
             logprob_positions=np.flatnonzero(rows.num_logprobs[lanes] >= 0),
         )
         return self._gathered
@@ -131,6 +139,13 @@ class Sampler:
             torch.from_numpy(state.sampling.presence[lanes]),
             torch.from_numpy(state.sampling.frequency[lanes]),
         )
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """int32 [rows]: the best token of each, BAD_TOKEN where there is a NaN or nothing but -inf."""
+    best, tokens = logits.max(dim=-1)
+    is_bad = best.isnan() | (best == -torch.inf)
+    return tokens.masked_fill(is_bad, BAD_TOKEN).to(torch.int32)
 
 
 def _csr(lists: list[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,10 @@ class ForwardBatch:
     """cu_q[num_absorbed], kept on the host."""
     logits_rows: Tensor
     """int64 [n], tokens (rows of the hidden states) whose logits are wanted."""
+    host_cu_q: Tensor | None = None
+    """cu_q in host memory, where the batch is on a GPU and has expanded requests."""
+    host_kv_len: Tensor | None = None
+    """kv_len likewise."""
 
 
 class CausalLM(nn.Module):

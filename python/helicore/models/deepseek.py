@@ -79,17 +79,18 @@ class DeepseekModel(WeightModule, CausalLM):
         progress: Progress | None = None,
         *,
         num_positions: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Takes every weight of the checkpoint; ValueError for one that is missing or misshapen,
-        or unexpected. num_positions: of those the config allows, how many are ever used."""
+        or unexpected. num_positions: of those the config allows, how many are ever used. device:
+        where the weights lie and the model runs; None is the CPU."""
         super().__init__(config)
         report = progress or (lambda done, total: None)
         parts = config.num_hidden_layers + 1
-        w = WeightReader(checkpoint, dtype)
+        w = WeightReader(checkpoint, dtype, device=device)
         rope = rope_of(config)
-        self.register_buffer(
-            "cos_sin", rope.cos_sin(num_positions or config.max_position_embeddings)
-        )
+        cos_sin = rope.cos_sin(num_positions or config.max_position_embeddings)
+        self.register_buffer("cos_sin", cos_sin.to(w.device))
         self._load_ends(w)
         report(1, parts)
         self.layers = nn.ModuleList()
@@ -151,7 +152,12 @@ class DeepseekModel(WeightModule, CausalLM):
             return plan
         seen, self._last_batch = self._last_batch is batch, batch
         absorbed = batch.num_absorbed == batch.kv_len.shape[0]
-        if not seen or not absorbed or batch.token_ids.shape[0] > MAX_TOKENS:
+        if (
+            batch.token_ids.is_cuda
+            or not seen
+            or not absorbed
+            or batch.token_ids.shape[0] > MAX_TOKENS
+        ):
             return None
         recorder = Recorder()
         delta, residual = self._run_layers(batch, caches, recorder)

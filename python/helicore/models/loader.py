@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from helicore._core.core import cuda_compiled
 from helicore.models.base import CausalLM
 from helicore.models.config import ModelConfig
 from helicore.models.deepseek import DeepseekModel, Progress
@@ -34,7 +35,7 @@ def load_model(
     Args:
         path: folder with config.json and safetensors weights.
         dtype: bfloat16 or float32; None takes the checkpoint's (float32 where that is float16).
-        device: "cpu".
+        device: "cpu", or a CUDA device that torch sees.
         max_model_len: positions that are ever used; None is the checkpoint's number.
         progress: called with (parts loaded, all parts) after each part.
 
@@ -42,8 +43,7 @@ def load_model(
         FileNotFoundError: the folder, its configuration or a weights file does not exist.
         ValueError: anything wrong inside them, named with its file; or a bad argument.
     """
-    if torch.device(device).type != "cpu":
-        raise ValueError(f'device must be "cpu", got "{device}"')
+    where = _usable(device)
     if dtype is not None and dtype not in _COMPUTE_DTYPES:
         raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
     config = ModelConfig.from_dir(path)
@@ -54,8 +54,34 @@ def load_model(
         num_positions = min(num_positions, max_model_len)
     _check_positions(config, num_positions)
     family = FAMILIES[config.family]
-    model = family(config, Checkpoint(Path(path)), dtype, progress, num_positions=num_positions)
+    model = family(
+        config,
+        Checkpoint(Path(path)),
+        dtype,
+        progress,
+        num_positions=num_positions,
+        device=where,
+    )
     return model.eval()
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", got "{device}"')
+    reason = why_no_cuda() if where.type == "cuda" else None
+    if reason is not None:
+        raise ValueError(f'device can not be "{device}": {reason}')
+    return where
+
+
+def why_no_cuda() -> str | None:
+    """What keeps models from running on a GPU here; None when nothing does."""
+    if not cuda_compiled():
+        return "this build of helicore has no CUDA kernels"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
 
 
 def _check_positions(config: ModelConfig, num_positions: int) -> None:

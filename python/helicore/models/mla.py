@@ -49,6 +49,9 @@ class AttentionStep:
             step.absorbed = _part(batch, 0, n, 0, t)
         if n < requests:
             step.expanded = _part(batch, n, requests, t, tokens)
+            if batch.host_cu_q is not None and batch.host_kv_len is not None:
+                step.expanded.cu_q = batch.host_cu_q[n:] - t
+                step.expanded.kv_len = batch.host_kv_len[n:]
         return step
 
 
@@ -107,7 +110,8 @@ class LatentAttention(WeightModule):
         self.register_buffer("qkv_a", ops.pack_linear(torch.cat([a, kv_a])))
         bias = None
         if c.attention_bias:
-            first_bias = torch.zeros(self.first_width, dtype=w.dtype)  # q_proj has none
+            # q_proj has none
+            first_bias = torch.zeros(self.first_width, dtype=w.dtype, device=w.device)
             if c.q_lora_rank:
                 first_bias = w.take("q_a_proj.bias", self.first_width)
             bias = torch.cat([first_bias, w.take("kv_a_proj_with_mqa.bias", self.kv_width)])

@@ -116,24 +116,35 @@ class Checkpoint:
 
 
 class WeightReader:
-    """A checkpoint seen from one module: names below a prefix, one computing dtype."""
+    """A checkpoint seen from one module: names below a prefix, one computing dtype, one device."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, prefix: str = "") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        prefix: str = "",
+        device: torch.device | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self.dtype = dtype
+        self.device = device or torch.device("cpu")
         self._prefix = prefix
 
     def at(self, name: str) -> "WeightReader":
-        return WeightReader(self._checkpoint, self.dtype, f"{self._prefix}{name}.")
+        return WeightReader(self._checkpoint, self.dtype, f"{self._prefix}{name}.", self.device)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A view of the file or a converted copy, to be read only."""
-        return self._checkpoint.take(self._prefix + name, shape, dtype or self.dtype)
+        return self._checkpoint.take(self._prefix + name, shape, dtype or self.dtype).to(
+            self.device
+        )
 
     def own(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A copy in memory, aligned and independent of the file."""
         dtype = dtype or self.dtype
-        return self._checkpoint.take(self._prefix + name, shape, dtype, copy=True)
+        in_host_memory = self.device.type == "cpu"
+        tensor = self._checkpoint.take(self._prefix + name, shape, dtype, copy=in_host_memory)
+        return tensor.to(self.device)
 
     def own_if(self, present: bool, name: str, *shape: int) -> Tensor | None:
         return self.own(name, *shape) if present else None

@@ -4,7 +4,8 @@ A dispatched custom operator costs several microseconds a call, a direct call in
 about one. `register_op` therefore returns a plain function that runs the implementation itself. It
 goes through `torch.ops.helicore.<name>` where torch has to see the operator: while `torch.compile`
 or `torch.export` traces, and under a dispatch mode (`make_fx`, fake tensors). No operator has a
-backward pass: a call that asks for a gradient is refused.
+backward pass: a call that asks for a gradient is refused. Which device runs a call is told by its
+first argument.
 """
 
 import functools
@@ -36,8 +37,18 @@ def refuse_gradient(name: str, args: Iterable[object]) -> None:
         )
 
 
+def is_on_gpu(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether the first argument of a call is a tensor of a GPU."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return isinstance(first, torch.Tensor) and first.is_cuda
+
+
 def register_op(
-    name: str, *, fake: Callable[P, R], mutates: tuple[str, ...] = ()
+    name: str,
+    *,
+    fake: Callable[P, R],
+    mutates: tuple[str, ...] = (),
+    cuda: Callable[P, R] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator that makes the decorated CPU implementation the operator `helicore::<name>`.
 
@@ -48,11 +59,14 @@ def register_op(
         name: name below `torch.ops.helicore`.
         fake: gives results of the right shape and dtype without computing.
         mutates: names of the arguments that are written in place. A result never aliases one.
+        cuda: the implementation over tensors of a GPU; None where there is none.
     """
 
     def decorate(impl: Callable[P, R]) -> Callable[P, R]:
         LIBRARY.define(name + torch.library.infer_schema(impl, mutates_args=mutates))
         LIBRARY.impl(name, impl, "CPU")
+        if cuda is not None:
+            LIBRARY.impl(name, cuda, "CUDA")
         torch.library.register_fake(f"helicore::{name}", fake, lib=LIBRARY)
         operator = cast("Callable[P, R]", getattr(torch.ops.helicore, name).default)
 
@@ -62,6 +76,8 @@ def register_op(
                 return operator(*args, **kwargs)
             if _is_grad_enabled():
                 refuse_gradient(name, (*args, *kwargs.values()))
+            if cuda is not None and is_on_gpu(args, kwargs):
+                return cuda(*args, **kwargs)
             return impl(*args, **kwargs)
 
         return call

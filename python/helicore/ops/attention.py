@@ -11,7 +11,8 @@ queries and keys alike, whatever the order of the raw ones (`interleaved`).
 Softmax statistics are float32 `[T, H, 2]`: m = max of scale * q.k * log2(e), l = sum of 2^(s - m).
 A row that sees no key gives output 0 and statistics (-inf, 0).
 
-The bits of a row depend neither on the other requests of the call nor on the number of threads.
+On a CPU the bits of a row depend neither on the other requests of the call nor on the number of
+threads.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from helicore._core import attention as _attention
+from helicore.ops import _cuda_attention as _cuda
 from helicore.ops._registry import register_op
 from helicore.ops.nn import pack_linear
 
@@ -57,6 +59,8 @@ def pack_mla_weights(kv_b: Tensor, num_heads: int, nope_dim: int, v_dim: int) ->
 
 
 def _packed_in_features(packed: Tensor) -> int:
+    if packed.ndim == 3:  # on a GPU, as it is
+        return packed.shape[-1]
     return packed.shape[-3] * 2 if packed.dtype == torch.bfloat16 else packed.shape[-2]
 
 
@@ -83,7 +87,7 @@ def _mla_append_fake(
     return None
 
 
-@register_op("mla_append", fake=_mla_append_fake, mutates=("cache",))
+@register_op("mla_append", fake=_mla_append_fake, mutates=("cache",), cuda=_cuda.mla_append)
 def mla_append(
     kv_a: Tensor,
     cache: Tensor,
@@ -125,7 +129,7 @@ def _mla_absorb_fake(
     return q.new_empty((q.shape[0], q.shape[1], width))
 
 
-@register_op("mla_absorb", fake=_mla_absorb_fake)
+@register_op("mla_absorb", fake=_mla_absorb_fake, cuda=_cuda.mla_absorb)
 def mla_absorb(
     q: Tensor,
     w_absorb: Tensor,
@@ -154,7 +158,7 @@ def _mla_project_v_fake(o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor:
     return o_lat.new_empty((o_lat.shape[0], o_lat.shape[1] * v_dim))
 
 
-@register_op("mla_project_v", fake=_mla_project_v_fake)
+@register_op("mla_project_v", fake=_mla_project_v_fake, cuda=_cuda.mla_project_v)
 def mla_project_v(o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor:
     """Values of absorbed attention: o_lat [T, H, R] times W_UV[h] transposed, [T, H * dv]."""
     out = _mla_project_v_fake(o_lat, w_uv, v_dim)
@@ -166,7 +170,7 @@ def _rope_q_fake(q: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: boo
     return None
 
 
-@register_op("rope_q", fake=_rope_q_fake, mutates=("q",))
+@register_op("rope_q", fake=_rope_q_fake, mutates=("q",), cuda=_cuda.rope_q)
 def rope_q(q: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = True) -> None:
     """Rotate the last dr of q [T, H, dn + dr] in place: the query of `mla_prefill`."""
     _attention.rope_q(q, positions, cos_sin, interleaved)
@@ -185,7 +189,7 @@ def _mla_decode_fake(
     return q.new_empty((q.shape[0], q.shape[1], kv_lora_rank))
 
 
-@register_op("mla_decode", fake=_mla_decode_fake)
+@register_op("mla_decode", fake=_mla_decode_fake, cuda=_cuda.mla_decode)
 def mla_decode(
     q: Tensor,
     cache: Tensor,
@@ -233,7 +237,7 @@ def _mla_decode_stats_fake(
     return out, q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
 
 
-@register_op("mla_decode_stats", fake=_mla_decode_stats_fake)
+@register_op("mla_decode_stats", fake=_mla_decode_stats_fake, cuda=_cuda.mla_decode_stats)
 def mla_decode_stats(
     q: Tensor,
     cache: Tensor,
@@ -265,7 +269,7 @@ def _mla_prefill_fake(
     return q.new_empty((q.shape[0], q.shape[1] * v_dim))
 
 
-@register_op("mla_prefill", fake=_mla_prefill_fake)
+@register_op("mla_prefill", fake=_mla_prefill_fake, cuda=_cuda.mla_prefill)
 def mla_prefill(
     q: Tensor,
     cache: Tensor,
@@ -282,7 +286,8 @@ def mla_prefill(
 
     Args:
         q: [T, H, dn + dr], rotated by `rope_q`.
-        cache, block_table, cu_q, kv_len, scale, kv_lora_rank: as in `mla_decode`.
+        cache, block_table, cu_q, kv_len, scale, kv_lora_rank: as in `mla_decode`; cu_q and kv_len
+            on the host, where the others are on a GPU, spare a wait for it.
         w_uk, w_uv: from `MlaWeights`.
         v_dim: dv.
 
@@ -340,7 +345,7 @@ def _merge_states_fake(
     return torch.empty_like(o_a), torch.empty_like(stats_a)
 
 
-@register_op("merge_states", fake=_merge_states_fake)
+@register_op("merge_states", fake=_merge_states_fake, cuda=_cuda.merge_states)
 def merge_states(
     o_a: Tensor, stats_a: Tensor, o_b: Tensor, stats_b: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from helicore._core import moe as _moe
+from helicore.ops import _torch_moe
 from helicore.ops._registry import needs_dispatch, refuse_gradient, register_op
 
 
@@ -99,7 +100,26 @@ def _route_fake(
     return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
 
 
-@register_op("route", fake=_route_fake)
+def _route_cuda(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    group_score: str,
+    norm_topk_prob: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    config = RouterConfig(
+        num_experts, top_k, n_group, topk_group, scoring, group_score, norm_topk_prob, scaling
+    )
+    return _torch_moe.route(x, gate, bias, config)
+
+
+@register_op("route", fake=_route_fake, cuda=_route_cuda)
 def _route_op(
     x: Tensor,
     gate: Tensor,
@@ -152,6 +172,8 @@ def route(
             c.norm_topk_prob,
             c.scaling,
         )
+    if x.is_cuda:
+        return _torch_moe.route(x, gate, bias, config)
     ids, weights = _new_choice(x, config.top_k)
     _moe.route(x, gate, bias, config.native, ids, weights)
     return ids, weights
@@ -171,7 +193,7 @@ def _moe_forward_fake(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@register_op("moe_forward", fake=_moe_forward_fake)
+@register_op("moe_forward", fake=_moe_forward_fake, cuda=_torch_moe.moe_forward)
 def moe_forward(
     x: Tensor,
     ids: Tensor,
@@ -220,6 +242,11 @@ def moe_block(
     if needs_dispatch():
         ids, weights = route(x, gate, bias, config)
         return moe_forward(
+            x, ids, weights, w13, w2, intermediate, shared_w13, shared_w2, shared_intermediate
+        )
+    if x.is_cuda:
+        ids, weights = _torch_moe.route(x, gate, bias, config)
+        return _torch_moe.moe_forward(
             x, ids, weights, w13, w2, intermediate, shared_w13, shared_w2, shared_intermediate
         )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,13 +1,15 @@
 """Linear layers over packed weights, norms, activations and the gated MLP.
 
 Shapes: T rows (tokens), K input and N output features. Tensors are bfloat16 or float32; sums are
-float32. The bits of a row do not depend on the rows computed with it nor on the number of threads.
+float32. On a CPU the bits of a row do not depend on the rows computed with it nor on the number of
+threads; on a GPU, where cuBLAS makes the products, they may.
 """
 
 import torch
 from torch import Tensor
 
 from helicore._core import nn as _nn
+from helicore.ops import _torch_nn
 from helicore.ops._registry import register_op
 
 # Results are made like an operand or with separate sizes: a third less of torch's time a call.
@@ -23,12 +25,14 @@ def pack_linear(weight: Tensor, groups: int = 1) -> Tensor:
 
     Returns:
         [..., B, ceil(K / 2), 16, 2] for bfloat16 and [..., B, K, 16] for float32, where
-        B = groups * ceil(N / groups / 16). Rows past N are zero.
+        B = groups * ceil(N / groups / 16). Rows past N are zero. On a GPU, [..., N, K].
     """
     weight = weight.detach()
     n, k = weight.shape[-2:]
     if groups < 1 or n % groups:
         raise ValueError(f"groups must divide the {n} rows of weight, got {groups}")
+    if weight.is_cuda:
+        return _torch_nn.pack_linear(weight)
     blocks = groups * -(-(n // groups) // 16)
     tail = (blocks, -(-k // 2), 16, 2) if weight.dtype == torch.bfloat16 else (blocks, k, 16)
     packed = torch.empty((*weight.shape[:-2], *tail), dtype=weight.dtype)
@@ -38,6 +42,8 @@ def pack_linear(weight: Tensor, groups: int = 1) -> Tensor:
 
 def unpack_linear(packed: Tensor, out_features: int, in_features: int, groups: int = 1) -> Tensor:
     """The inverse of `pack_linear`: [..., N, K]."""
+    if packed.is_cuda:
+        return packed.clone()
     lead = packed.shape[: packed.ndim - (4 if packed.dtype == torch.bfloat16 else 3)]
     weight = torch.empty((*lead, out_features, in_features), dtype=packed.dtype)
     _nn.unpack_linear(packed, weight, groups)
@@ -57,7 +63,7 @@ def _linear_fake(
     return x.new_empty((x.shape[0], width), dtype=out_dtype or x.dtype)
 
 
-@register_op("linear", fake=_linear_fake)
+@register_op("linear", fake=_linear_fake, cuda=_torch_nn.linear)
 def linear(
     x: Tensor,
     packed: Tensor,
@@ -91,7 +97,7 @@ def _batched_linear_fake(
     return x.new_empty((*x.shape[:2], out_features), dtype=out_dtype or x.dtype)
 
 
-@register_op("batched_linear", fake=_batched_linear_fake)
+@register_op("batched_linear", fake=_batched_linear_fake, cuda=_torch_nn.batched_linear)
 def batched_linear(
     x: Tensor, packed: Tensor, out_features: int, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -119,7 +125,7 @@ def _mlp_fake(
     return x.new_empty((x.shape[0], out_features))
 
 
-@register_op("mlp", fake=_mlp_fake)
+@register_op("mlp", fake=_mlp_fake, cuda=_torch_nn.mlp)
 def mlp(
     x: Tensor,
     packed_gate_up: Tensor,
@@ -147,7 +153,7 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@register_op("rms_norm", fake=_rms_norm_fake)
+@register_op("rms_norm", fake=_rms_norm_fake, cuda=_torch_nn.rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * (x / sqrt(mean(x^2) + eps)) per row, in float32, rounded before the weight as well.
 
@@ -162,7 +168,12 @@ def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@register_op("add_rms_norm", fake=_add_rms_norm_fake, mutates=("residual",))
+@register_op(
+    "add_rms_norm",
+    fake=_add_rms_norm_fake,
+    mutates=("residual",),
+    cuda=_torch_nn.add_rms_norm,
+)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x in place, then the RMS norm of the sum as a new tensor. All [T, D]."""
     out = torch.empty_like(x, memory_format=_CONTIGUOUS)
@@ -174,7 +185,7 @@ def _silu_mul_fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-@register_op("silu_mul", fake=_silu_mul_fake)
+@register_op("silu_mul", fake=_silu_mul_fake, cuda=_torch_nn.silu_mul)
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2 I] (gate columns, then up columns): [T, I]."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
@@ -186,7 +197,7 @@ def _embedding_fake(ids: Tensor, table: Tensor) -> Tensor:
     return table.new_empty((ids.shape[0], table.shape[1]))
 
 
-@register_op("embedding", fake=_embedding_fake)
+@register_op("embedding", fake=_embedding_fake, cuda=_torch_nn.embedding)
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """table[ids]: ids [T] int32 or int64, table [V, D]. An id outside the table is a ValueError."""
     out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype)

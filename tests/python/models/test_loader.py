@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helicore.models import load_model
+from helicore.models.loader import why_no_cuda
 from helicore.models.weights import INDEX_FILE
 from reference.hf_models import (
     YARN,
@@ -234,5 +235,8 @@ def test_a_loaded_model_cannot_change_its_dtype(folder: Path) -> None:
 def test_bad_arguments_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="dtype must be bfloat16 or float32"):
         load_model(folder, dtype=torch.float16)
-    with pytest.raises(ValueError, match='device must be "cpu", got "cuda"'):
-        load_model(folder, device="cuda")
+    with pytest.raises(ValueError, match='device must be "cpu" or "cuda", got "meta"'):
+        load_model(folder, device="meta")
+    if why_no_cuda() is not None:
+        with pytest.raises(ValueError, match='device can not be "cuda": '):
+            load_model(folder, device="cuda")
