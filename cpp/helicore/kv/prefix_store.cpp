@@ -1,8 +1,11 @@
 #include "helicore/kv/prefix_store.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "helicore/core/error.h"
 #include "helicore/kv/prefix_store_impl.h"
@@ -11,6 +14,8 @@ namespace helicore::kv {
 namespace {
 
 constexpr const char* kWhere = "kv.prefix_store";
+constexpr size_t kCopyPartBytes = size_t{64} << 10;
+constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 // As many blocks as so many MiB hold, within bounds.
 int64_t blocks_in(int64_t mebibytes, int64_t slot_bytes, int64_t low, int64_t high) noexcept {
@@ -32,6 +37,30 @@ SlotBuffer::SlotBuffer(int64_t num_bytes)
   std::memset(data_.get(), 0, static_cast<size_t>(num_bytes));
 }
 
+BufferPool::BufferPool(int64_t num_bytes, size_t max_kept)
+    : num_bytes_(num_bytes), max_kept_(max_kept) {
+  const size_t needed = static_cast<size_t>(num_bytes) * max_kept;
+  const size_t bytes = needed + kHugePageBytes;
+  void* mapping = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping == MAP_FAILED) return;  // the heap serves too
+  mapping_ = mapping;
+  mapping_bytes_ = bytes;
+  const auto address = reinterpret_cast<uintptr_t>(mapping);
+  const auto skipped = (kHugePageBytes - address % kHugePageBytes) % kHugePageBytes;
+  next_ = static_cast<std::byte*>(mapping) + skipped;
+  num_unused_ = max_kept;
+  // A wish: a system without huge pages refuses it and all else works.
+  static_cast<void>(::madvise(next_, needed, MADV_HUGEPAGE));
+}
+
+BufferPool::~BufferPool() {
+  kept_.clear();
+  if (mapping_ != nullptr && ::munmap(mapping_, mapping_bytes_) != 0) {
+    log_error("kv.prefix_store: munmap failed");
+  }
+}
+
 SlotBuffer BufferPool::take() {
   {
     const std::scoped_lock lock(mutex_);
@@ -39,6 +68,10 @@ SlotBuffer BufferPool::take() {
       SlotBuffer buffer = std::move(kept_.back());
       kept_.pop_back();
       return buffer;
+    }
+    if (num_unused_ > 0) {
+      --num_unused_;
+      return SlotBuffer(std::exchange(next_, next_ + num_bytes_));
     }
   }
   return SlotBuffer(num_bytes_);
@@ -205,19 +238,23 @@ PrefixStore::Impl::Job PrefixStore::Impl::make_job(const PutBlock& block, const 
   job.key = key;
   if (policy == PagePolicy::kBorrow && can_go_direct(block.pages)) {
     job.pages = block.pages;
+    job.record.data_crc = store::crc_of(job.pages);
   } else {
     job.buffer = buffers_.take();
     std::byte* at = job.buffer.data();
     for (const IoBuffer& piece : block.pages) {
-      const auto bytes = store::bytes_of(piece);
-      if (!bytes.empty()) std::memcpy(at, bytes.data(), bytes.size());
-      at += bytes.size();
+      // In parts, so that the checksum finds them in cache.
+      for (auto bytes = store::bytes_of(piece); !bytes.empty();) {
+        const auto part = bytes.first(std::min(bytes.size(), kCopyPartBytes));
+        std::memcpy(at, part.data(), part.size());
+        job.record.data_crc = crc32c({at, part.size()}, job.record.data_crc);
+        at += part.size();
+        bytes = bytes.subspan(part.size());
+      }
     }
     // With what pads the slot, so that a direct write ends on a boundary.
     job.pages.push_back({job.buffer.data(), slot_bytes_});
   }
-  const IoBuffer block_only{job.buffer.data(), config_.block_bytes};
-  job.record.data_crc = job.buffer ? store::crc_of({&block_only, 1}) : store::crc_of(job.pages);
   return job;
 }
 

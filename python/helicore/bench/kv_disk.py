@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -60,9 +61,16 @@ def measure(
 
 
 def _aligned(blocks: int) -> npt.NDArray[np.uint8]:
-    """uint8 [blocks, BLOCK_BYTES] that starts on a page of memory."""
-    memory = mmap.mmap(-1, blocks * BLOCK_BYTES)
-    return np.frombuffer(memory, np.uint8).reshape(blocks, BLOCK_BYTES)
+    """uint8 [blocks, BLOCK_BYTES] in huge pages where there are any, as pools of the cache are.
+
+    Both sides use it: a disk moves long pieces of memory at up to three times the rate of pages.
+    """
+    memory = mmap.mmap(-1, (blocks + 1) * BLOCK_BYTES)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    start = -data.ctypes.data % BLOCK_BYTES
+    return data[start : start + blocks * BLOCK_BYTES].reshape(blocks, BLOCK_BYTES)
 
 
 def _device(work: Path, groups: int, figures: DiskFigures) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from helicore import __version__, kv
 from helicore.bench import kv_workload
-from helicore.bench.kv_workload import SEQUENCE_BLOCKS, TREE_BLOCK, Round, Tokens, Workload, clock
+from helicore.bench.kv_workload import (
+    SEQUENCE_BLOCKS,
+    TREE_BLOCK,
+    Round,
+    Tokens,
+    TreeSide,
+    Workload,
+    clock,
+)
 
 _SLOT_BYTES = 64  # the smallest: rows measure the manager, not its pools
 _NOTHING = np.empty(0, np.int32)
@@ -253,59 +260,28 @@ def bytes_per_tree_node(work: Workload) -> Round:
     return round_
 
 
-def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
-    """Seconds of a match and of a new sequence in a full pool of so many blocks."""
+def _tree(num_blocks: int) -> TreeSide:
     manager = _manager(num_blocks, TREE_BLOCK)
-    count = SEQUENCE_BLOCKS * TREE_BLOCK
-    filled = num_blocks // SEQUENCE_BLOCKS
-    for number in range(filled):
-        _filled(manager, kv_workload.prompt(12, number, count)).close()
-    kv_workload.settle()
-    draw = np.random.default_rng(13)
-    fresh = iter(range(1 << 30, 1 << 31))
 
-    def insert(tokens: Tokens) -> None:
+    def store(tokens: Tokens) -> None:
         _filled(manager, tokens).close()
 
-    while True:
-        known = [
-            kv_workload.prompt(12, int(n), count)
-            for n in draw.integers(filled // 2, filled, samples)
-        ]
-        found = kv_workload.timed_each([partial(manager.probe_reuse, t) for t in known])
-        new = [kv_workload.prompt(12, next(fresh), count) for _ in range(samples // 8 + 1)]
-        added = kv_workload.timed_each([partial(insert, t) for t in new])
-        yield [statistics.median(found), statistics.median(added)]
+    return TreeSide(
+        store,
+        look_up=lambda tokens: partial(manager.probe_reuse, tokens),
+        insert=lambda tokens: partial(store, tokens),
+    )
 
 
-def match_in_large(work: Workload) -> Round:
-    """A match of a random cached 2k prompt among 1 M blocks."""
-    large = _operations(work.large_tree, work.tree_samples)
-    return lambda: [next(large)[0]]
-
-
-def scaling(work: Workload) -> Round:
-    """The worse growth, small tree to large, of a 2k match and of a 2k insertion that evicts."""
-    small = _operations(work.small_tree, work.tree_samples)
-    large = _operations(work.large_tree, work.tree_samples)
-
-    def round_() -> list[float]:
-        pairs = zip(next(small), next(large), strict=True)
-        return [max(big / little for little, big in pairs)]
-
-    return round_
-
-
-ROWS: dict[str, Callable[[Workload], Round]] = {
-    "decode_step_256_python_us": decode_step,
-    "match_100k_ms": match,
-    "match_100k_branchy_ms": match_branchy,
-    "commit_64_blocks_us": commit,
-    "evict_10k_pages_ms": evict_many,
-    "evict_one_us": evict_one,
-    "free_256x2k_ms": free_sequences,
-    "bytes_per_open_page": bytes_per_open_page,
-    "bytes_per_tree_node": bytes_per_tree_node,
-    "match_2k_of_1e6_us": match_in_large,
-    "scaling_1e4_to_1e6": scaling,
-}
+ROWS = kv_workload.rows(
+    _tree,
+    decode_step,
+    match,
+    match_branchy,
+    commit,
+    evict_many,
+    evict_one,
+    free_sequences,
+    bytes_per_open_page,
+    bytes_per_tree_node,
+)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -85,6 +88,85 @@ def timed_each(calls: Iterable[Callable[[], object]]) -> list[float]:
         call()
         samples.append(clock() - start)
     return samples
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSide:
+    """A side whose pool is full of cached sequences.
+
+    store: caches a sequence, evicting others; look_up, insert: the call that is timed for a
+    sequence, what precedes it having been done.
+    """
+
+    store: Callable[[Tokens], object]
+    look_up: Callable[[Tokens], Callable[[], object]]
+    insert: Callable[[Tokens], Callable[[], object]]
+
+
+MakeTree: TypeAlias = Callable[[int], TreeSide]  # by blocks
+
+
+def _operations(make: MakeTree, num_blocks: int, samples: int) -> Iterator[list[float]]:
+    """Seconds of a match and of a new sequence in a full pool of so many blocks."""
+    side = make(num_blocks)
+    count = SEQUENCE_BLOCKS * TREE_BLOCK
+    filled = num_blocks // SEQUENCE_BLOCKS
+    for number in range(filled):
+        side.store(prompt(12, number, count))
+    settle()
+    draw = np.random.default_rng(13)
+    fresh = itertools.count(1 << 30)
+    while True:
+        known = draw.integers(filled // 2, filled, samples)
+        found = timed_each([side.look_up(prompt(12, int(n), count)) for n in known])
+        new = [prompt(12, next(fresh), count) for _ in range(samples // 8 + 1)]
+        added = timed_each([side.insert(tokens) for tokens in new])
+        yield [statistics.median(found), statistics.median(added)]
+
+
+def match_in_large(make: MakeTree, work: Workload) -> Round:
+    """A match of a random cached 2k prompt among 1 M blocks."""
+    large = _operations(make, work.large_tree, work.tree_samples)
+    return lambda: [next(large)[0]]
+
+
+def scaling(make: MakeTree, work: Workload) -> Round:
+    """The worse growth, small tree to large, of a 2k match and of a 2k insertion that evicts."""
+    small = _operations(make, work.small_tree, work.tree_samples)
+    large = _operations(make, work.large_tree, work.tree_samples)
+
+    def round_() -> list[float]:
+        pairs = zip(next(small), next(large), strict=True)
+        return [max(big / little for little, big in pairs)]
+
+    return round_
+
+
+_ROW_OF = {
+    "decode_step": "decode_step_256_python_us",
+    "match": "match_100k_ms",
+    "match_branchy": "match_100k_branchy_ms",
+    "commit": "commit_64_blocks_us",
+    "evict_many": "evict_10k_pages_ms",
+    "evict_one": "evict_one_us",
+    "free_sequences": "free_256x2k_ms",
+    "bytes_per_open_page": "bytes_per_open_page",
+    "bytes_per_tree_node": "bytes_per_tree_node",
+}
+
+
+def rows(
+    make: MakeTree, *own: Callable[[Workload], Round]
+) -> dict[str, Callable[[Workload], Round]]:
+    """What a side offers by row: its functions, known by their names, and those about scale.
+
+    Raises KeyError for a function that is no row.
+    """
+    offered = {_ROW_OF[function.__name__]: function for function in own}
+    return offered | {
+        "match_2k_of_1e6_us": partial(match_in_large, make),
+        "scaling_1e4_to_1e6": partial(scaling, make),
+    }
 
 
 def resident_bytes() -> int:

@@ -44,25 +44,9 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Talks with a model. Without --message: one line of input is one turn."""
-    sampling = options.Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop or None,
-    )
-    with options.load_llm(
-        model,
-        quiet=json,
-        dtype=dtype,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        disk_path=disk_path,
-        disk_gb=disk_gb,
-        trust_remote_code=trust_remote_code,
-    ) as llm:
+    given = dict(locals())
+    sampling = options.Sampling.of(given)
+    with options.load_llm(model, quiet=json, **options.engine_options(given)) as llm:
         params = sampling.over(llm.get_default_sampling_params())
         talk = _Conversation(llm, params, system, chat_template, json)
         if message is not None:

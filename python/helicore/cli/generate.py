@@ -50,6 +50,9 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     block_size: options.BlockSize = None,
     host_gb: options.HostGb = None,
+    swap_host_gb: options.SwapHostGb = None,
+    swap_path: options.SwapPath = None,
+    swap_disk_gb: options.SwapDiskGb = None,
     disk_path: options.DiskPath = None,
     disk_gb: options.DiskGb = None,
     no_prefix_caching: options.NoPrefixCaching = False,
@@ -61,43 +64,25 @@ def generate(
 
     `helicore generate --model tiny --prompt "def f(" --max-tokens 32 --temperature 0 --json`
     """
+    given = dict(locals())
     if logprobs is not None and not json:
         raise ValueError("--logprobs needs --json: text has no place for log-probabilities")
-    sampling = options.Sampling(
-        n=n,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
-        logprobs=logprobs,
-        ignore_eos=ignore_eos or None,
-    )
+    sampling = options.Sampling.of(given)
     prompts = read_prompts(prompt, prompt_file, token_ids)
-    with options.load_llm(
-        model,
-        quiet=json,
-        dtype=dtype,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        host_gb=host_gb,
-        disk_path=disk_path,
-        disk_gb=disk_gb,
-        no_prefix_caching=no_prefix_caching,
-        deterministic=deterministic,
-        trust_remote_code=trust_remote_code,
-    ) as llm:
+    with options.load_llm(model, quiet=json, **options.engine_options(given)) as llm:
         params = sampling.over(llm.get_default_sampling_params())
         if len(prompts) == 1 and n == 1 and not json:
             _stream(llm, prompts[0], params)
-            return
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=not json)
-        seconds = time.perf_counter() - start
+        else:
+            _answer_all(llm, model, prompts, params, json)
+
+
+def _answer_all(
+    llm: LLM, model: str, prompts: list[Any], params: SamplingParams, json: bool
+) -> None:
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=not json)
+    seconds = time.perf_counter() - start
     if json:
         print_json({"model": model, **summary(outputs, seconds)})
     else:

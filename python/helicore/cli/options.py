@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -48,6 +48,18 @@ BlockSize: TypeAlias = Annotated[
 HostGb: TypeAlias = Annotated[
     float | None, _engine("--host-gb", help="Host memory for the KV cache in GiB.")
 ]
+SwapHostGb: TypeAlias = Annotated[
+    float | None,
+    _engine(
+        "--swap-host-gb", help="Host memory in GiB for pages that the hot level has no room for."
+    ),
+]
+SwapPath: TypeAlias = Annotated[
+    str | None, _engine("--swap-path", help="Folder of swap files; with --swap-disk-gb.")
+]
+SwapDiskGb: TypeAlias = Annotated[
+    float | None, _engine("--swap-disk-gb", help="Disk space in GiB below the levels in memory.")
+]
 DiskPath: TypeAlias = Annotated[
     str | None, _engine("--disk-path", help="Folder that keeps cached prefixes; with --disk-gb.")
 ]
@@ -81,6 +93,26 @@ Stop: TypeAlias = Annotated[
 ]
 
 
+_SAMPLING_OPTIONS = (
+    *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop", "logprobs", "ignore_eos"),
+)
+_CACHE_OPTIONS = (
+    *("block_size", "host_gb", "swap_host_gb", "swap_path", "swap_disk_gb"),
+    *("disk_path", "disk_gb"),
+)
+_ENGINE_OPTIONS = (
+    *("dtype", "device", "num_threads", "max_model_len", "deterministic", "trust_remote_code"),
+    *_CACHE_OPTIONS,
+    "no_prefix_caching",
+)
+
+
+def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that `load_llm` takes."""
+    return {name: given[name] for name in _ENGINE_OPTIONS if name in given}
+
+
 class Sampling:
     """The sampling options of a command, checked before a model is loaded. None: not given."""
 
@@ -91,6 +123,12 @@ class Sampling:
         self._given.setdefault("max_tokens", 128)
         SamplingParams(**self._given)
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Sampling:
+        """From a command's arguments; an empty list or a flag that is off is not given."""
+        values = {name: given[name] for name in _SAMPLING_OPTIONS if name in given}
+        return cls(**{k: None if v is False or v == [] else v for k, v in values.items()})
+
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """`defaults` with the given options in their place."""
         from dataclasses import replace
@@ -99,27 +137,17 @@ class Sampling:
 
 
 def load_llm(
-    model: str,
-    *,
-    block_size: int | None = None,
-    host_gb: float | None = None,
-    disk_path: str | None = None,
-    disk_gb: float | None = None,
-    no_prefix_caching: bool = False,
-    quiet: bool = False,
-    **arguments: Any,
+    model: str, *, no_prefix_caching: bool = False, quiet: bool = False, **arguments: Any
 ) -> LLM:
-    """Loads a model, with a line about it on standard error."""
+    """Loads a model, with a line about it on standard error.
+
+    `arguments`: of `LLM`, and fields of `KVCacheConfig`, of which None is not given.
+    """
     from helicore.config import KVCacheConfig
 
-    cache: dict[str, Any] = {"enable_prefix_caching": not no_prefix_caching}
-    given = {
-        "block_size": block_size,
-        "host_gb": host_gb,
-        "disk_path": disk_path,
-        "disk_gb": disk_gb,
-    }
-    cache |= {name: value for name, value in given.items() if value is not None}
+    given = {name: arguments.pop(name, None) for name in _CACHE_OPTIONS}
+    cache: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    cache["enable_prefix_caching"] = not no_prefix_caching
     with _status(f"loading {model}", quiet), plain_warnings():
         from helicore.llm import LLM
 

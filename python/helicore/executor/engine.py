@@ -116,8 +116,7 @@ class Engine:
         self._is_closed = self._is_stepping = False
         self._change = StateChange("engine")
         self._process = ProcessCheck()
-        seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(config.seed)  # None: seeded by the system
         self._private_salt = secrets.token_hex(8)
         # A program that ends without close() still gives the memory back before the interpreter
         # takes the native module down.
@@ -218,6 +217,7 @@ class Engine:
         if not step.empty:
             self._run(step)
         with self._change:
+            self._pool.maintain()
             self._update_gauges()
             self._watch.mark("postprocess")
             updates, self._pending = self._pending, []

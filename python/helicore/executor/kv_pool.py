@@ -23,6 +23,8 @@ from helicore.executor.pool_shape import PoolShape
 
 _ROLE = "latent"
 _GROUP = 0  # all layers live and die together
+_STEPS_BETWEEN_LOOKS = 64  # at whether the traffic asks for other shares of the memory
+_PAGES_PER_STEP = 64  # that may move for a new size: what a step can take by the way
 _TIER_NAMES = {
     kv.CacheTier.GPU_MEM: "gpu",
     kv.CacheTier.HOST_MEM: "host",
@@ -93,6 +95,7 @@ class KVPool:
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
         self._parked: set[Parked] = set()
         self._prefetches: dict[Parked, PrefetchTicket] = {}
+        self._num_steps = 0
         self.disk: DiskPrefixes | None = None
         if disk is not None:
             self.disk = DiskPrefixes(
@@ -235,6 +238,18 @@ class KVPool:
         """Starts what can be started now of the prefetches that are under way; once per step."""
         for ticket in self._prefetches.values():
             ticket.is_done()
+
+    def maintain(self) -> None:
+        """Between two steps: goes on with levels that change their sizes, or looks whether some
+        should. Entries of block_table may change."""
+        self._num_steps += 1
+        manager = self._manager
+        if not manager.is_resizing:
+            if self._num_steps % _STEPS_BETWEEN_LOOKS or not manager.need_adjustment:
+                return
+            manager.adjust()
+        manager.maintain(_PAGES_PER_STEP)
+        self.num_pages = int(manager.num_total_blocks)
 
     def level_counters(self) -> list[LevelCounters]:
         """One per level, hot first; `count_moves` brings them up to date."""

@@ -113,6 +113,24 @@ def test_engine_options_reach_the_model(helicore: Callable[..., Result]) -> None
     assert load["no_prefix_caching"]
 
 
+def test_levels_below_the_hot_one_reach_the_model(helicore: Callable[..., Result]) -> None:
+    result = helicore(
+        *("generate", "-p", "x", "--json", "--swap-host-gb", "0.25"),
+        *("--swap-path", "folder", "--swap-disk-gb", "2"),
+    )
+    (load,) = result.loads  # type: ignore[attr-defined]
+    assert (load["swap_host_gb"], load["swap_path"], load["swap_disk_gb"]) == (0.25, "folder", 2)
+
+
+def test_a_temperature_of_zero_is_not_taken_for_a_missing_one() -> None:
+    from helicore.cli.options import Sampling
+    from helicore.sampling_params import SamplingParams
+
+    given = {"temperature": 0.0, "top_k": 0, "ignore_eos": False, "stop": [], "model": "m"}
+    params = Sampling.of(given).over(SamplingParams(temperature=0.7, top_k=5, stop=["x"]))
+    assert (params.temperature, params.top_k, list(params.stop or [])) == (0, 0, ["x"])
+
+
 BAD_LINES = [
     (("generate",), "--prompt"),
     (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),

@@ -7,7 +7,6 @@ allocation functions read.
 from __future__ import annotations
 
 import itertools
-import statistics
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,15 @@ import numpy as np
 
 from helicore.bench import kv_workload
 from helicore.bench.kv_peers import inert
-from helicore.bench.kv_workload import SEQUENCE_BLOCKS, TREE_BLOCK, Round, Tokens, Workload, clock
+from helicore.bench.kv_workload import (
+    SEQUENCE_BLOCKS,
+    TREE_BLOCK,
+    Round,
+    Tokens,
+    TreeSide,
+    Workload,
+    clock,
+)
 
 inert.install("torchvision")
 
@@ -395,54 +402,25 @@ def bytes_per_tree_node(work: Workload) -> Round:
     return round_
 
 
-def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
+def _tree(num_blocks: int) -> TreeSide:
     engine = _Engine(num_blocks, TREE_BLOCK)
-    count = SEQUENCE_BLOCKS * TREE_BLOCK
-    filled = num_blocks // SEQUENCE_BLOCKS
-    for number in range(filled):
-        engine.insert(kv_workload.prompt(12, number, count))
-    kv_workload.settle()
-    draw = np.random.default_rng(13)
-    fresh = itertools.count(1 << 30)
-    while True:
-        known = [
-            MatchPrefixParams(key=RadixKey(_ids_of(kv_workload.prompt(12, int(n), count))))
-            for n in draw.integers(filled // 2, filled, samples)
-        ]
-        found = kv_workload.timed_each([partial(engine.tree.match_prefix, p) for p in known])
-        new = [kv_workload.prompt(12, next(fresh), count) for _ in range(samples // 8 + 1)]
-        added = kv_workload.timed_each([partial(engine.insert, t) for t in new])
-        yield [statistics.median(found), statistics.median(added)]
+
+    def look_up(tokens: Tokens) -> Callable[[], object]:
+        params = MatchPrefixParams(key=RadixKey(_ids_of(tokens)))
+        return partial(engine.tree.match_prefix, params)
+
+    return TreeSide(engine.insert, look_up, insert=lambda tokens: partial(engine.insert, tokens))
 
 
-def match_in_large(work: Workload) -> Round:
-    """A match of a random cached 2k prompt among 1 M blocks."""
-    large = _operations(work.large_tree, work.tree_samples)
-    return lambda: [next(large)[0]]
-
-
-def scaling(work: Workload) -> Round:
-    """The worse growth, small tree to large, of a 2k match and of a 2k insertion that evicts."""
-    small = _operations(work.small_tree, work.tree_samples)
-    large = _operations(work.large_tree, work.tree_samples)
-
-    def round_() -> list[float]:
-        pairs = zip(next(small), next(large), strict=True)
-        return [max(big / little for little, big in pairs)]
-
-    return round_
-
-
-ROWS: dict[str, Callable[[Workload], Round]] = {
-    "decode_step_256_python_us": decode_step,
-    "match_100k_ms": match,
-    "match_100k_branchy_ms": match_branchy,
-    "commit_64_blocks_us": commit,
-    "evict_10k_pages_ms": evict_many,
-    "evict_one_us": evict_one,
-    "free_256x2k_ms": free_sequences,
-    "bytes_per_open_page": bytes_per_open_page,
-    "bytes_per_tree_node": bytes_per_tree_node,
-    "match_2k_of_1e6_us": match_in_large,
-    "scaling_1e4_to_1e6": scaling,
-}
+ROWS = kv_workload.rows(
+    _tree,
+    decode_step,
+    match,
+    match_branchy,
+    commit,
+    evict_many,
+    evict_one,
+    free_sequences,
+    bytes_per_open_page,
+    bytes_per_tree_node,
+)

@@ -6,8 +6,7 @@ One full-attention group, prefix caching on, SHA-256, no connector and no events
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,15 @@ import numpy as np
 
 from helicore.bench import kv_workload
 from helicore.bench.kv_peers import inert
-from helicore.bench.kv_workload import SEQUENCE_BLOCKS, TREE_BLOCK, Round, Workload, clock
+from helicore.bench.kv_workload import (
+    SEQUENCE_BLOCKS,
+    TREE_BLOCK,
+    Round,
+    Tokens,
+    TreeSide,
+    Workload,
+    clock,
+)
 
 inert.install("llguidance")
 
@@ -316,64 +323,35 @@ def bytes_per_tree_node(work: Workload) -> Round:
     return round_
 
 
-def _operations(num_blocks: int, samples: int) -> Iterator[list[float]]:
+def _tree(num_blocks: int) -> TreeSide:
+    """Requests are made, and hashed, before the clock starts."""
     engine = _Engine(num_blocks, TREE_BLOCK)
-    count = SEQUENCE_BLOCKS * TREE_BLOCK
-    filled = num_blocks // SEQUENCE_BLOCKS
-    for number in range(filled):
-        engine.manager.free(engine.admit(kv_workload.prompt(12, number, count).tolist()))
-    kv_workload.settle()
-    draw = np.random.default_rng(13)
-    fresh = itertools.count(1 << 30)
+
+    def store(tokens: Tokens) -> None:
+        engine.manager.free(engine.admit(tokens.tolist()))
 
     def insert(request: Any) -> None:
-        engine.manager.allocate_slots(request, count)
+        engine.manager.allocate_slots(request, SEQUENCE_BLOCKS * TREE_BLOCK)
         engine.manager.free(request)
 
-    while True:
-        known = [
-            engine.request(kv_workload.prompt(12, int(n), count).tolist())
-            for n in draw.integers(filled // 2, filled, samples)
-        ]
-        found = kv_workload.timed_each(
-            [partial(engine.manager.get_computed_blocks, r) for r in known]
-        )
-        new = [
-            engine.request(kv_workload.prompt(12, next(fresh), count).tolist())
-            for _ in range(samples // 8 + 1)
-        ]
-        added = kv_workload.timed_each([partial(insert, r) for r in new])
-        yield [statistics.median(found), statistics.median(added)]
+    return TreeSide(
+        store,
+        look_up=lambda tokens: partial(
+            engine.manager.get_computed_blocks, engine.request(tokens.tolist())
+        ),
+        insert=lambda tokens: partial(insert, engine.request(tokens.tolist())),
+    )
 
 
-def match_in_large(work: Workload) -> Round:
-    """A match of a random cached 2k prompt among 1 M blocks."""
-    large = _operations(work.large_tree, work.tree_samples)
-    return lambda: [next(large)[0]]
-
-
-def scaling(work: Workload) -> Round:
-    """The worse growth, small pool to large, of a 2k look-up and of a 2k insertion that evicts."""
-    small = _operations(work.small_tree, work.tree_samples)
-    large = _operations(work.large_tree, work.tree_samples)
-
-    def round_() -> list[float]:
-        pairs = zip(next(small), next(large), strict=True)
-        return [max(big / little for little, big in pairs)]
-
-    return round_
-
-
-ROWS: dict[str, Callable[[Workload], Round]] = {
-    "decode_step_256_python_us": decode_step,
-    "match_100k_ms": match,
-    "match_100k_branchy_ms": match_branchy,
-    "commit_64_blocks_us": commit,
-    "evict_10k_pages_ms": evict_many,
-    "evict_one_us": evict_one,
-    "free_256x2k_ms": free_sequences,
-    "bytes_per_open_page": bytes_per_open_page,
-    "bytes_per_tree_node": bytes_per_tree_node,
-    "match_2k_of_1e6_us": match_in_large,
-    "scaling_1e4_to_1e6": scaling,
-}
+ROWS = kv_workload.rows(
+    _tree,
+    decode_step,
+    match,
+    match_branchy,
+    commit,
+    evict_many,
+    evict_one,
+    free_sequences,
+    bytes_per_open_page,
+    bytes_per_tree_node,
+)
