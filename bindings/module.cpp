@@ -8,10 +8,12 @@ void bind_exceptions(nb::module_& m);
 void bind_core(nb::module_& m);
 void bind_quant(nb::module_& m);
 void bind_nn(nb::module_& m);
+void bind_nn_cuda(nb::module_& m);
 void bind_kv(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_attention_cuda(nb::module_& m);
 void bind_moe(nb::module_& m);
+void bind_moe_cuda(nb::module_& m);
 }  // namespace helicore::bindings
 
 NB_MODULE(_core, m) {
@@ -27,7 +29,10 @@ NB_MODULE(_core, m) {
   submodule("quant", "Number formats: quantise and dequantise.", bind_quant);
 #endif
 #ifdef HELICORE_BIND_NN
-  submodule("nn", "Norms, small-batch linear layers, activations, sampling.", bind_nn);
+  submodule("nn", "Norms, small-batch linear layers, activations, sampling.", [](nb::module_& sub) {
+    bind_nn(sub);
+    bind_nn_cuda(sub);
+  });
 #endif
 #ifdef HELICORE_BIND_KV
   submodule("kv", "KV cache manager.", bind_kv);
@@ -39,6 +44,9 @@ NB_MODULE(_core, m) {
   });
 #endif
 #ifdef HELICORE_BIND_MOE
-  submodule("moe", "Mixture of experts: router and experts.", bind_moe);
+  submodule("moe", "Mixture of experts: router and experts.", [](nb::module_& sub) {
+    bind_moe(sub);
+    bind_moe_cuda(sub);
+  });
 #endif
 }

@@ -4,7 +4,16 @@ from __future__ import annotations
 import torch
 import typing
 
-__all__: list[str] = ["RouterConfig", "moe_block", "moe_forward", "route", "select_experts"]
+__all__: list[str] = [
+    "RouterConfig",
+    "cuda_combine",
+    "cuda_select_experts",
+    "cuda_sort_by_expert",
+    "moe_block",
+    "moe_forward",
+    "route",
+    "select_experts",
+]
 
 class RouterConfig:
     """Frozen settings of a router; invalid ones are a ValueError."""
@@ -32,6 +41,29 @@ class RouterConfig:
     def top_k(self) -> int: ...
     @property
     def topk_group(self) -> int: ...
+
+def cuda_combine(
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out[t] = sum of weights[t, j] * y[rows[t, j]] (+ shared[t])."""
+
+def cuda_select_experts(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: RouterConfig,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    """select_experts on CUDA tensors."""
+
+def cuda_sort_by_expert(
+    ids: torch.Tensor, ends: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Rows in the order of experts: where each expert's end, the token of a row, the row of a choice. All int32."""
 
 def moe_block(
     x: torch.Tensor,

@@ -9,6 +9,8 @@ __all__: list[str] = [
     "apply_logit_bias",
     "apply_penalties",
     "batched_linear",
+    "cuda_rms_norm",
+    "cuda_silu_mul",
     "embedding",
     "linear",
     "mask_tokens",
@@ -46,6 +48,18 @@ def apply_penalties(
 
 def batched_linear(x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor) -> None:
     """out[t, h] = x[t, h] times the packed matrix of head h."""
+
+def cuda_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    """rms_norm, or add_rms_norm with a residual, on CUDA tensors."""
+
+def cuda_silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """silu_mul on CUDA tensors."""
 
 def embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = table[ids[i]]; an id out of range is a ValueError."""

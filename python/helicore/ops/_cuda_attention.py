@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from helicore._core import attention as _attention
-from helicore.ops._torch_nn import batched_linear
 
 _MAX_EXPANDED_BYTES = 512 << 20
 """Keys and values of one request's history that are expanded at a time; heads are cut to fit."""
@@ -43,7 +42,8 @@ def mla_absorb(
 ) -> Tensor:
     nope = w_absorb.shape[-1]
     fused = q.new_empty((q.shape[0], q.shape[1], kv_lora_rank + q.shape[2] - nope))
-    fused[..., :kv_lora_rank] = batched_linear(q[..., :nope], w_absorb, kv_lora_rank)
+    by_head = fused[..., :kv_lora_rank].transpose(0, 1)
+    torch.bmm(q[..., :nope].transpose(0, 1), w_absorb.transpose(1, 2), out=by_head)
     fused[..., kv_lora_rank:] = q[..., nope:]
     if positions is not None and cos_sin is not None:
         _attention.cuda_rope_q(fused, positions, cos_sin, interleaved)
@@ -51,7 +51,9 @@ def mla_absorb(
 
 
 def mla_project_v(o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor:
-    return batched_linear(o_lat, w_uv, v_dim).view(o_lat.shape[0], -1)
+    out = o_lat.new_empty((o_lat.shape[0], o_lat.shape[1], v_dim))
+    torch.bmm(o_lat.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
+    return out.view(o_lat.shape[0], -1)
 
 
 def rope_q(q: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = True) -> None:

@@ -1,7 +1,8 @@
 """The operators of `helicore.ops.moe` over tensors of a GPU.
 
 Shapes depend on the number of tokens alone and nothing is read back, so a graph may capture them.
-Every function here is plain torch and runs on any device.
+Selection, sort and sum are native kernels there; beside them stands the same formula in torch,
+which runs on any device.
 """
 
 from typing import Protocol
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helicore.ops._torch_nn import mlp
+from helicore._core import moe as _moe
+from helicore.ops._torch_nn import mlp, silu_mul
 
 
 class Routing(Protocol):
@@ -32,6 +34,8 @@ class Routing(Protocol):
     def norm_topk_prob(self) -> bool: ...
     @property
     def scaling(self) -> float: ...
+    @property
+    def native(self) -> _moe.RouterConfig: ...
 
 
 def _best(values: Tensor, count: int) -> Tensor:
@@ -41,6 +45,11 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 def route(x: Tensor, gate: Tensor, bias: Tensor | None, config: Routing) -> tuple[Tensor, Tensor]:
     logits = x.float() @ gate.T
+    if x.is_cuda:
+        ids = torch.empty((len(x), config.top_k), dtype=torch.int32, device=x.device)
+        weights = torch.empty_like(ids, dtype=torch.float32)
+        _moe.cuda_select_experts(logits, bias, config.native, ids, weights)
+        return ids, weights
     is_nan = logits.isnan()
     logits = logits.masked_fill(is_nan, -torch.inf)
     scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
@@ -74,12 +83,31 @@ def moe_forward(
     shared_w2: Tensor | None = None,
     shared_intermediate: int = 0,
 ) -> Tensor:
+    shared = None
+    if shared_w13 is not None and shared_w2 is not None:
+        shared = mlp(x, shared_w13, shared_w2, shared_intermediate, x.shape[1])
     aligned = x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and intermediate % 8 == 0
+    if aligned and x.is_cuda:
+        return _grouped_on_gpu(x, ids, weights, w13, w2, shared)
     routed = _grouped if aligned else _expert_by_expert
     out = routed(x, ids, weights, w13, w2)
-    if shared_w13 is not None and shared_w2 is not None:
-        out += mlp(x, shared_w13, shared_w2, shared_intermediate, x.shape[1])
+    if shared is not None:
+        out += shared
     return out.to(x.dtype)
+
+
+def _grouped_on_gpu(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, shared: Tensor | None
+) -> Tensor:
+    ends = torch.empty(len(w13), dtype=torch.int32, device=x.device)
+    tokens = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
+    rows = torch.empty_like(ids)
+    _moe.cuda_sort_by_expert(ids, ends, tokens, rows)
+    inner = silu_mul(F.grouped_mm(x.index_select(0, tokens), w13.transpose(1, 2), offs=ends))
+    y = F.grouped_mm(inner, w2.transpose(1, 2), offs=ends)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _moe.cuda_combine(y, rows, weights, shared, out)
+    return out
 
 
 def _grouped(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

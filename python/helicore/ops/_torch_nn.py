@@ -1,12 +1,15 @@
 """The operators of `helicore.ops.nn` over tensors of a GPU: cuBLAS products, elementwise kernels.
 
 Products read rows of weights as a checkpoint has them, so a weight on a GPU is "packed" by leaving
-it as it is, [..., N, K]. Every function here is plain torch and runs on any device.
+it as it is, [..., N, K]. Norms and gating are native kernels there; beside them stands the same
+formula in torch, which runs on any device.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from helicore._core import nn as _nn
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -54,6 +57,10 @@ def batched_linear(
 
 
 def _silu_mul(gate_up: Tensor) -> Tensor:
+    if gate_up.is_cuda:
+        out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        _nn.cuda_silu_mul(gate_up, out)
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
@@ -75,12 +82,20 @@ def mlp(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.is_cuda:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _nn.cuda_rms_norm(x, None, weight, eps, out)
+        return out
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.is_cuda:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _nn.cuda_rms_norm(x, residual, weight, eps, out)
+        return out
     residual += x
     return rms_norm(residual, weight, eps)
 

@@ -1,5 +1,4 @@
-// Small device helpers of the portable kernels: element loads and stores, warp reductions,
-// rotation.
+// Small device helpers of the portable kernels: rows of the cache, rotation.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,36 +7,20 @@
 #include <cstdint>
 
 #include "helicore/attention/mla_params.h"
+#include "helicore/core/cuda/elements.cuh"
 
 namespace helicore::attention::cuda {
 
-inline constexpr int kWarpSize = 32;
-
-__device__ inline float load_as_float(const float* p) { return *p; }
-__device__ inline float load_as_float(const __nv_bfloat16* p) { return __bfloat162float(*p); }
-__device__ inline void store_float(float* p, float x) { *p = x; }
-__device__ inline void store_float(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
-
-// Rounds to the element type and back: what a reader of the stored value would see.
-template <typename T>
-__device__ inline float rounded(float x) {
-  if constexpr (sizeof(T) == 2) {
-    return __bfloat162float(__float2bfloat16_rn(x));
-  } else {
-    return x;
-  }
-}
+using helicore::cuda::dispatch_float;
+using helicore::cuda::kWarpSize;
+using helicore::cuda::load_as_float;
+using helicore::cuda::rounded;
+using helicore::cuda::store_float;
+using helicore::cuda::warp_sum;
 
 // Elements of a cache row.
 __device__ inline int cache_width(const MlaCache& cache) {
   return cache.kv_lora_rank + cache.rope_dim;
-}
-
-__device__ inline float warp_sum(float x) {
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, offset);
-  }
-  return x;
 }
 
 // The rotated values of pair i of x[dr] (see RopeTable): first goes to out[i], second to out[i +

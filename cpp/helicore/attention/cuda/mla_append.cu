@@ -3,9 +3,9 @@
 #include <cuda_runtime.h>
 
 #include "helicore/attention/cuda/common.cuh"
-#include "helicore/attention/cuda/dispatch.h"
 #include "helicore/attention/cuda/mla_cuda.h"
 #include "helicore/core/cuda/check.h"
+#include "helicore/core/cuda/elements.cuh"
 
 namespace helicore::attention::cuda {
 namespace {

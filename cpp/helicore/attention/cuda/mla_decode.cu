@@ -11,10 +11,10 @@
 
 #include "helicore/attention/cuda/common.cuh"
 #include "helicore/attention/cuda/decode_dispatch.h"
-#include "helicore/attention/cuda/dispatch.h"
 #include "helicore/attention/cuda/mla_cuda.h"
 #include "helicore/attention/cuda/ranges.cuh"
 #include "helicore/core/cuda/check.h"
+#include "helicore/core/cuda/elements.cuh"
 #include "helicore/core/softmax_stats.h"
 
 namespace helicore::attention::cuda {

@@ -5,10 +5,10 @@
 
 #include "helicore/attention/cuda/common.cuh"
 #include "helicore/attention/cuda/decode_dispatch.h"
-#include "helicore/attention/cuda/dispatch.h"
 #include "helicore/attention/cuda/mla_cuda.h"
 #include "helicore/attention/cuda/mma.cuh"
 #include "helicore/core/cuda/check.h"
+#include "helicore/core/cuda/elements.cuh"
 #include "helicore/core/softmax_stats.h"
 
 namespace helicore::attention::cuda {
