@@ -8,11 +8,11 @@ namespace helicore::attention::cuda {
 namespace {
 
 // In order of preference; the last takes every call.
-const DecodeKernel* const kDecodeKernels[] = {&kLatentDecode, &kPortableDecode};
+const DecodeKernel* const kDecodeKernels[] = {&kRows64Decode, &kLatentDecode, &kPortableDecode};
 
-const DecodeKernel& choose(const MlaDecodeParams& params, const DecodeDevice& device) {
+const DecodeKernel& choose(const MlaDecodeParams& params, const DecodeDevice& device, bool fixed) {
   for (const DecodeKernel* kernel : kDecodeKernels) {
-    if (kernel->supports(params, device)) return *kernel;
+    if (kernel->supports(params, device, fixed)) return *kernel;
   }
   return kPortableDecode;
 }
@@ -22,7 +22,7 @@ const DecodeKernel& choose(const MlaDecodeParams& params, const DecodeDevice& de
 DecodeSplits plan_decode_splits(const MlaDecodeParams& params, int64_t max_kv_len,
                                 const DecodeDevice& device, int32_t fixed_splits) {
   DecodeSplits splits;
-  splits.kernel = &choose(params, device);
+  splits.kernel = &choose(params, device, fixed_splits > 0);
   if (params.num_tokens == 0 || params.num_heads == 0) return splits;
   const int64_t wanted =
       fixed_splits > 0 ? fixed_splits : splits.kernel->num_splits(params, max_kv_len, device);

@@ -19,7 +19,8 @@ struct SplitOutput {
 
 struct DecodeKernel {
   const char* name;
-  bool (*supports)(const MlaDecodeParams& params, const DecodeDevice& device);
+  // `fixed`: the caller fixes the splits, and a row's kernel must not depend on its batch.
+  bool (*supports)(const MlaDecodeParams& params, const DecodeDevice& device, bool fixed);
   // Splits that suit these shapes, >= 1.
   int64_t (*num_splits)(const MlaDecodeParams& params, int64_t max_kv_len,
                         const DecodeDevice& device);
@@ -28,6 +29,7 @@ struct DecodeKernel {
 
 extern const DecodeKernel kPortableDecode;  // mla_decode.cu
 extern const DecodeKernel kLatentDecode;    // mla_decode_sm90.cu
+extern const DecodeKernel kRows64Decode;    // mla_decode_rows64.cu
 
 // Folds the partials of every (token, head) row in ascending order of split (mla_merge.cu).
 void merge_splits(const MlaDecodeParams& params, const SplitOutput& partial, Stream stream);

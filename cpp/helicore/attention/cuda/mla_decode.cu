@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
 }
 
-bool supports_any(const MlaDecodeParams&, const DecodeDevice&) { return true; }
+bool supports_any(const MlaDecodeParams&, const DecodeDevice&, bool) { return true; }
 
 int64_t portable_splits(const MlaDecodeParams& params, int64_t max_kv_len,
                         const DecodeDevice& device) {

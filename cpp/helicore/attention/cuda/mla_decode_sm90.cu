@@ -522,7 +522,7 @@ int64_t blocks_of(const MlaDecodeParams& p) {
 
 bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; }
 
-bool supports_latent(const MlaDecodeParams& p, const DecodeDevice& device) {
+bool supports_latent(const MlaDecodeParams& p, const DecodeDevice& device, bool) {
   return device.compute_major >= 9 && p.q_dtype == DType::kBFloat16 &&
          p.cache.dtype == DType::kBFloat16 && p.cache.kv_lora_rank == kRank &&
          (p.cache.rope_dim == 64 || p.cache.rope_dim == 0) &&

@@ -95,4 +95,18 @@ __device__ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint3
       : "memory");
 }
 
+__device__ inline void barrier_arrive_one(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Copies the box of a tensor map at (column, row, page) to this block's shared memory.
+__device__ inline void tensor_copy(uint32_t to, const void* map, int column, int row, int page,
+                                   uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier)
+      : "memory");
+}
+
 }  // namespace helicore::attention::cuda
