@@ -8,12 +8,12 @@
 //   1   scores of odd tiles, and columns [256, 512)
 //   2   one warp copies the left halves of tiles (columns [0, 256)), one the rest
 // Each of the first two needs the other's probabilities. For a pair of tiles, m the row maximum:
-//   0:  S = q K_even;  m0 = max(m, S);  tell m0;  O += P_even V_even
-//   1:  S = q K_odd;   m1 = max(m0, S); tell m1 and P_odd;  O += P_odd V_odd
-//   0:  tell P_even in terms of m1;  O += P_odd V_odd
-//   1:  O += P_even V_even
-// so that one group's exponentials run under the other's products. A half of a stage is read last
-// by the group whose columns it holds, which alone gives it back to the copying warp.
+//   0:  S = q K_even;   m0 = max(m, S);  tell P_even and m0;  O += P_even V_even
+//   1:  S = q K_odd;    O += P_even V_even;  m1 = max(m0, S);  tell P_odd and m1
+//   0:  O += P_odd V_odd           1:  O += P_odd V_odd
+// Group 1 starts its scores when group 0 has its own, so that one group's exponentials run under
+// the other's products. A half of a stage is read last by the group whose columns it holds, which
+// alone gives it back to the copying warp.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -59,7 +59,7 @@ constexpr int kBarriers = kSums + 2 * kRows * 4;  // full [2, 2], empty [2, 2]
 constexpr int kSharedBytes = kBarriers + 8 * 8;
 
 // Named barriers; 0 is __syncthreads.
-enum NamedBarrier : int { kMaxEven = 1, kProbOddReady, kProbEvenReady, kGroup0, kGroup1, kBoth };
+enum NamedBarrier : int { kScoresEven = 1, kProbEvenReady, kProbOddReady, kGroup0, kGroup1, kBoth };
 
 __device__ inline void barrier_sync(int name, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -150,14 +150,21 @@ __device__ void copy_halves(const MlaDecodeParams& p, const CUtensorMap& map, co
 template <int kChunks>
 __device__ inline void load_queries(const MlaDecodeParams& p, const RowTile& rows, char* smem) {
   constexpr int kUnits = kChunks * (kSwizzleRowBytes / kUnit);
+  constexpr int kLoads = kRows * kUnits / (2 * kGroupThreads);
   const auto* q = static_cast<const uint4*>(p.q) + rows.first * kUnits;
-  for (int i = threadIdx.x; i < kRows * kUnits; i += 2 * kGroupThreads) {
+  uint4 loaded[kLoads];  // all loads before the first store: one latency
+#pragma unroll
+  for (int n = 0; n < kLoads; ++n) {
+    const int i = threadIdx.x + n * 2 * kGroupThreads;
+    loaded[n] = i < rows.count * kUnits ? __ldg(q + i) : uint4{0, 0, 0, 0};
+  }
+#pragma unroll
+  for (int n = 0; n < kLoads; ++n) {
+    const int i = threadIdx.x + n * 2 * kGroupThreads;
     const int row = i / kUnits;
     const int unit = i % kUnits;
-    uint4 x = {0, 0, 0, 0};
-    if (row < rows.count) x = q[i];
     *reinterpret_cast<uint4*>(smem + unit / 8 * kChunkBytes + row * kSwizzleRowBytes +
-                              ((unit ^ row) & 7) * kUnit) = x;
+                              ((unit ^ row) & 7) * kUnit) = loaded[n];
   }
   fence_before_bulk_copies();
 }
@@ -187,8 +194,8 @@ struct Consumer {
     return reinterpret_cast<float*>(smem + kMaxima) + group * kRows;
   }
 
-  // s = q K of a tile that is there or on its way.
-  __device__ void scores(int tile) {
+  // Starts s = q K of a tile that is there or on its way.
+  __device__ void start_scores(int tile) {
     const uint32_t keys = stage_at(shared, kGroup);
     const uint32_t parity = tile / 2 & 1;
     barrier_wait(full_barrier(shared, kGroup, 0), parity);
@@ -203,48 +210,60 @@ struct Consumer {
       }
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_settle(s);
   }
 
   // Scores to base-2 exponents; the row maxima with `before` go to `max`.
   __device__ void mask(int tile, const float (&before)[2], float (&max)[2]) {
+    const int valid = min(bound[0], bound[1]) - tile * kTokens;
+    if (__all_sync(0xffffffffu, valid >= kTokens)) {
+      scale_and_hide<false>(tile);
+    } else {
+      scale_and_hide<true>(tile);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      max[i] = before[i];
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j) {
+        max[i] = fmaxf(max[i], fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
+      }
+      max[i] = fmaxf(max[i], __shfl_xor_sync(0xffffffffu, max[i], 1));
+      max[i] = fmaxf(max[i], __shfl_xor_sync(0xffffffffu, max[i], 2));
+    }
+  }
+
+  template <bool kHide>
+  __device__ void scale_and_hide(int tile) {
     const float scale = p.scale * kLog2E;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int valid = bound[i] - tile * kTokens;
-      max[i] = -INFINITY;
 #pragma unroll
       for (int j = 0; j < kTokens / 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[j * 4 + i * 2 + c];
-          x = j * 8 + lane() % 4 * 2 + c < valid ? x * scale : -INFINITY;
-          max[i] = fmaxf(max[i], x);
+          x = !kHide || j * 8 + lane() % 4 * 2 + c < valid ? x * scale : -INFINITY;
         }
       }
-      max[i] = fmaxf(max[i], __shfl_xor_sync(0xffffffffu, max[i], 1));
-      max[i] = fmaxf(max[i], __shfl_xor_sync(0xffffffffu, max[i], 2));
-      max[i] = fmaxf(max[i], before[i]);
     }
   }
 
-  // Exponents to probabilities; the running sums in terms of `max`.
-  __device__ void exponentials(const float (&max)[2]) {
+  // Exponents to probabilities in terms of `max`, and their sums.
+  __device__ void exponentials(const float (&max)[2], float (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float base = base_of(max[i]);
-      float sum = 0.0f;
+      sum[i] = 0.0f;
 #pragma unroll
       for (int j = 0; j < kTokens / 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[j * 4 + i * 2 + c];
           x = fast_exp2(x - base);
-          sum += x;
+          sum[i] += x;
         }
       }
-      l[i] += sum;
     }
   }
 
@@ -277,16 +296,15 @@ struct Consumer {
     max[1] = maxima(1 - kGroup)[row(1)];
   }
 
-  // s as bfloat16 in shared memory, each row times its factor.
-  __device__ void tell_probabilities(int at, float f0, float f1) {
+  // s as bfloat16 in shared memory.
+  __device__ void tell_probabilities(int at) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       char* const to = smem + at + row(i) * kSwizzleRowBytes + lane() % 4 * 4;
-      const float f = i == 0 ? f0 : f1;
 #pragma unroll
       for (int j = 0; j < kTokens / 8; ++j) {
         *reinterpret_cast<uint32_t*>(to + ((j ^ row(i)) & 7) * kUnit) =
-            pack_bf16(s[j * 4 + i * 2] * f, s[j * 4 + i * 2 + 1] * f);
+            pack_bf16(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]);
       }
     }
     fence_before_bulk_copies();
@@ -345,69 +363,73 @@ struct Consumer {
     if (lane() == 0) barrier_arrive_one(empty_barrier(shared, stage, kGroup));
   }
 
-  __device__ void even_pair(int tile) {
-    const bool has_odd = tile + 1 < tiles;
-    float m_even[2];
-    scores(tile);
-    mask(tile, m, m_even);
-    tell_maxima(m_even);
-    barrier_arrive(kMaxEven, 2 * kGroupThreads);
-    restate(m_even);
-    exponentials(m_even);
+  // Waits for products with values, and gives back the stage whose values they used.
+  __device__ void finish(int stage) {
+    wgmma_wait<0>();
+    wgmma_settle(o);
+    give_back(stage);
+  }
+
+  // From scores to probabilities that the other group knows; returns through `max` and `sum`.
+  __device__ void softmax(int tile, const float (&before)[2], float (&max)[2], float (&sum)[2]) {
+    mask(tile, before, max);
+    tell_maxima(max);
+    exponentials(max, sum);
+    tell_probabilities(kGroup == 0 ? kProbEven : kProbOdd);
+    barrier_arrive(kGroup == 0 ? kProbEvenReady : kProbOddReady, 2 * kGroupThreads);
+  }
+
+  // o += P V of this group's tile, once the softmax is done.
+  __device__ void take_own(int tile, const float (&max)[2], const float (&sum)[2]) {
+    restate(max);
+    l[0] += sum[0];
+    l[1] += sum[1];
     clear_unused(tile);
     add_own();
+  }
 
-    float m_pair[2] = {m_even[0], m_even[1]};
-    if (has_odd) {
-      barrier_sync(kProbOddReady, 2 * kGroupThreads);
-      hear_maxima(m_pair);
-    }
-    tell_probabilities(kProbEven, fast_exp2(m_even[0] - base_of(m_pair[0])),
-                       fast_exp2(m_even[1] - base_of(m_pair[1])));
-    barrier_arrive(kProbEvenReady, 2 * kGroupThreads);
+  // The same of the other group's tile, which is `stage`.
+  __device__ void take_other(int tile, int stage) {
+    barrier_sync(stage == 0 ? kProbEvenReady : kProbOddReady, 2 * kGroupThreads);
+    float max[2];
+    hear_maxima(max);
+    restate(max);
+    barrier_wait(full_barrier(shared, stage, kGroup), tile / 2 & 1);
+    clear_unused(tile);
+    add_other(stage == 0 ? kProbEven : kProbOdd);
+  }
+
+  __device__ void even_pair(int tile) {
+    float max[2];
+    float sum[2];
+    start_scores(tile);
     wgmma_wait<0>();
-    wgmma_settle(o);
-    give_back(0);
-    if (!has_odd) return;
-    restate(m_pair);
-    barrier_wait(full_barrier(shared, 1, 0), tile / 2 & 1);
-    clear_unused(tile + 1);
-    add_other(kProbOdd);
-    wgmma_wait<0>();
-    wgmma_settle(o);
-    give_back(1);
+    wgmma_settle(s);
+    barrier_arrive(kScoresEven, 2 * kGroupThreads);
+    softmax(tile, m, max, sum);
+    take_own(tile, max, sum);
+    finish(0);
+    if (tile + 1 == tiles) return;
+    take_other(tile + 1, 1);
+    finish(1);
   }
 
   __device__ void odd_pair(int tile) {
-    const bool has_odd = tile + 1 < tiles;
-    float m_even[2];
-    float m_pair[2];
-    if (has_odd) scores(tile + 1);
-    barrier_sync(kMaxEven, 2 * kGroupThreads);
-    hear_maxima(m_even);
-    if (has_odd) {
-      mask(tile + 1, m_even, m_pair);
-      tell_maxima(m_pair);
-      restate(m_pair);
-      exponentials(m_pair);
-      tell_probabilities(kProbOdd, 1.0f, 1.0f);
-      barrier_arrive(kProbOddReady, 2 * kGroupThreads);
-      clear_unused(tile + 1);
-      add_own();
-    } else {
-      restate(m_even);
+    barrier_sync(kScoresEven, 2 * kGroupThreads);
+    if (tile + 1 == tiles) {
+      take_other(tile, 0);
+      return finish(0);
     }
-    barrier_wait(full_barrier(shared, 0, 1), tile / 2 & 1);
-    clear_unused(tile);
-    barrier_sync(kProbEvenReady, 2 * kGroupThreads);
-    add_other(kProbEven);
-    if (has_odd) {
-      wgmma_wait<1>();
-      give_back(1);
-    }
-    wgmma_wait<0>();
-    wgmma_settle(o);
-    give_back(0);
+    float max[2];
+    float sum[2];
+    start_scores(tile + 1);
+    take_other(tile, 0);
+    wgmma_wait<1>();  // the scores
+    wgmma_settle(s);
+    softmax(tile + 1, m, max, sum);
+    finish(0);
+    take_own(tile + 1, max, sum);
+    finish(1);
   }
 
   // Normalised rows, or partials, and their (m, l).

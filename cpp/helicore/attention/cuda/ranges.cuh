@@ -9,17 +9,20 @@
 
 namespace helicore::attention::cuda {
 
-// The request of query token t: the last b with cu_q[b] <= t.
+// The request of query token t: the last b with cu_q[b] <= t. All lanes of a warp ask for the same
+// t; they look at 32 places at a time, because each look costs a latency.
 __device__ inline int request_of(const int32_t* cu_q, int num_requests, int64_t t) {
+  constexpr int kLanes = 32;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
   int lo = 0;
-  int hi = num_requests;
-  while (hi - lo > 1) {
-    const int mid = (lo + hi) / 2;
-    if (cu_q[mid] <= t) {
-      lo = mid;
-    } else {
-      hi = mid;
-    }
+  int count = num_requests;
+  while (count > 1) {
+    const int step = (count + kLanes - 1) / kLanes;
+    const int at = lane * step;
+    const unsigned reached = __ballot_sync(0xffffffffu, at < count && cu_q[lo + at] <= t);
+    const int last = reached == 0 ? 0 : kLanes - 1 - __clz(static_cast<int>(reached));
+    lo += last * step;
+    count = min(step, count - last * step);
   }
   return lo;
 }
