@@ -40,9 +40,9 @@ std::string operation_text(const OperationLog& log, int64_t index, size_t max_li
   return describe(log.operations[static_cast<size_t>(index)], max_list);
 }
 
-ReplayReport replay(const OperationLog& log, bool shrink_pages, int32_t check_every,
+ReplayReport replay(const OperationLog& log, int32_t check_every,
                     std::optional<KVCacheManagerConfig> config) {
-  return Replayer(log, {shrink_pages, check_every, std::move(config)}).run();
+  return Replayer(log, {check_every, std::move(config)}).run();
 }
 
 void bind_log(nb::module_& m) {
@@ -82,10 +82,10 @@ void bind_replay(nb::module_& m) {
       .def_ro("difference", &ReplayReport::difference, nb::rv_policy::copy)
       .def_ro("note", &ReplayReport::note, "About the end of the log; empty when it is complete.")
       .def("__str__", [](const ReplayReport& self) { return describe(self); });
-  m.def("replay_operations", &replay, "log"_a, nb::kw_only(), "shrink_pages"_a = true,
-        "check_every"_a = 64, "config"_a = nb::none(), ReleaseGil(),
-        "Runs a log on a manager of its own, up to the first difference. Pages shrink as far as "
-        "the number of slots allows; every check_every-th operation is followed by a check of all "
+  m.def("replay_operations", &replay, "log"_a, nb::kw_only(), "check_every"_a = 64,
+        "config"_a = nb::none(), ReleaseGil(),
+        "Runs a log on a manager of its own, up to the first difference. Pages have no "
+        "memory; every check_every-th operation is followed by a check of all "
         "invariants (0: none). `config` takes the place of the log's.");
 }
 

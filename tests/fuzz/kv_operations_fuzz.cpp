@@ -48,7 +48,7 @@ constexpr int kMaxOperations = 400;
 std::optional<OperationLog> drive(ByteSource& source, bool replays, const std::string& log_path) {
   const DriverConfig config = driver_config(source);
   const bool is_recorded = replays || !log_path.empty();
-  auto [device, fake] = driver_device(config, !is_recorded);
+  auto [device, fake] = driver_device(config);
   const auto ledger = fake == nullptr ? nullptr : fake->ledger();
   std::optional<OperationLog> log;
   {

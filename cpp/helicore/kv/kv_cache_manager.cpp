@@ -492,11 +492,17 @@ KVCacheStats KVCacheManager::stats() const {
 }
 
 std::vector<KVEvent> KVCacheManager::drain_events(size_t max_events) {
+  if (!state_->events.is_enabled()) return {};
+  if (auto* sink = recording(state_.get())) {
+    return recorded::drain_events(*sink, *this, max_events);
+  }
   const std::unique_lock lock(state_->mutex);
   return state_->events.drain(max_events);
 }
 
 std::vector<KVEvent> KVCacheManager::snapshot_events() {
+  auto* sink = state_->events.is_enabled() ? recording(state_.get()) : nullptr;
+  if (sink != nullptr) return recorded::snapshot_events(*sink, *this);
   const std::unique_lock lock(state_->mutex);
   std::vector<KVEvent> events = state_->tree.snapshot();
   state_->events.clear();

@@ -196,9 +196,9 @@ class KVCacheManager {
 
   // From now on every call is written to an operation log (operation_log.h), with its results,
   // until stop_recording() or the end of the manager. Calls are then run one after the other.
-  // Throws LogicError when a cache was made before, when a recording is running or after
-  // shutdown(); InvalidArgument for bad options or a file that can't be made, changing nothing. No
-  // other thread may be inside a call when it begins.
+  // Throws LogicError when a cache was made or a level resized before, when a recording is running
+  // or after shutdown(); InvalidArgument for bad options or a file that can't be made, changing
+  // nothing. No other thread may be inside a call when it begins.
   void start_recording(const RecordingOptions& options);
   // Throws LogicError when no recording is running.
   RecordingSummary stop_recording();

@@ -6,10 +6,14 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 
 ResizeResult KVCacheManager::resize(int level, int64_t quota, bool best_effort) {
+  if (auto* sink = recording(state_.get())) {
+    return recorded::resize_level(*sink, *this, level, quota, best_effort);
+  }
   check_level("kv.resize_level", level);
   std::unique_lock lock(state_->mutex);
   state_->begin_operation();
@@ -25,6 +29,7 @@ ResizeResult KVCacheManager::resize(int level, int64_t quota, bool best_effort) 
     const std::vector<TimePoint> points = sizer.tail_points(level);
     lock.unlock();
     for (TimePoint point : points) state_->device->synchronize(point);
+    if (auto* sink = noting(*state_)) sink->next_stage();
     lock.lock();
     state_->begin_operation();
     if (sizer.serial(level) != own) return result;  // another call has a new target
@@ -37,6 +42,7 @@ ResizeResult KVCacheManager::resize(int level, int64_t quota, bool best_effort) 
 int64_t KVCacheManager::maintain(int64_t max_pages) {
   HELICORE_CHECK(max_pages >= 1, "kv.maintain", "max_pages must be >= 1, got ", max_pages);
   if (!state_->sizer.is_busy()) return 0;
+  if (auto* sink = recording(state_.get())) return recorded::maintain(*sink, *this, max_pages);
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   const int64_t moved = state_->sizer.work(max_pages);
@@ -52,6 +58,7 @@ bool KVCacheManager::need_adjustment() const {
 }
 
 bool KVCacheManager::adjust() {
+  if (auto* sink = recording(state_.get())) return recorded::adjust(*sink, *this);
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   check_open("kv.adjust");
@@ -73,6 +80,7 @@ std::optional<std::vector<double>> KVCacheManager::target_ratios(int level) cons
 }
 
 void KVCacheManager::mark_stats_excluded(int64_t id) {
+  if (auto* sink = recording(state_.get())) return recorded::exclude_stats(*sink, *this, id);
   const std::unique_lock lock(state_->mutex);
   state_->sizer.exclude(id);
 }

@@ -57,7 +57,7 @@ ResizeResult LevelSizer::grow(int level, QuotaSplit target) {
     for (size_t g = 0; g < num_groups(); ++g) {
       const PoolGroupId group = group_at(g);
       if (target.num_slots[group] == before[group]) continue;
-      store.grow_group(level, group, target.num_slots[group]);
+      grow_group(level, group, target.num_slots[group]);
     }
   } catch (...) {
     set_limits(level, before);
@@ -195,7 +195,7 @@ int64_t LevelSizer::shrink_group(int level, PoolGroupId group, int64_t max_pages
     if (way.tails[group].empty() && slots.num_in_use_beyond_limit() > 0) {
       collect_tail(level, group);
     }
-    if (!way.tails[group].empty() || !store.finish_shrink(level, group)) break;
+    if (!way.tails[group].empty() || !finish_shrink(level, group)) break;
     update_split(level);
   }
   return moved;
@@ -317,12 +317,39 @@ void LevelSizer::grow_groups(int level) {
     const auto count = static_cast<int32_t>(std::min<int64_t>(most, way.target.num_slots[group]));
     if (count <= held) continue;
     try {
-      state_.store.grow_group(level, group, count);
+      grow_group(level, group, count);
     } catch (const OutOfMemory&) {
       way.target.num_slots[group] = held;  // the system has given the memory to others
     }
     update_split(level);
   }
+}
+
+void LevelSizer::grow_group(int level, PoolGroupId group, int32_t num_slots) {
+  OperationSink* sink = noting(state_);
+  if (sink == nullptr) return state_.store.grow_group(level, group, num_slots);
+  const bool is_refused = sink->given(OperationField::kHadMemory) == 0;
+  try {
+    if (is_refused) throw OutOfMemory("[kv.replay] there was no memory for the level");
+    state_.store.grow_group(level, group, num_slots);
+  } catch (const OutOfMemory&) {
+    sink->note(OperationField::kHadMemory, 0);
+    throw;
+  }
+  sink->note(OperationField::kHadMemory, 1);
+}
+
+bool LevelSizer::finish_shrink(int level, PoolGroupId group) {
+  OperationSink* sink = noting(state_);
+  if (sink == nullptr) return state_.store.finish_shrink(level, group);
+  bool done = false;
+  if (sink->given(OperationField::kGaveBack) == 0) {
+    state_.store.drop_copies_beyond_limit(level, group);
+  } else {
+    done = state_.store.finish_shrink(level, group);
+  }
+  sink->note(OperationField::kGaveBack, done ? 1 : 0);
+  return done;
 }
 
 void LevelSizer::finish_if_reached(int level) {
@@ -501,7 +528,7 @@ bool LevelSizer::adjust() {
     start(level, *traffic_split(level), kAdjustSteps);
     any = true;
   }
-  tracker_.adjusted(state_.now_ns());
+  tracker_.adjusted(state_.read_clock());
   return any;
 }
 

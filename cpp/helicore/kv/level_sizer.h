@@ -27,6 +27,7 @@
 namespace helicore::kv {
 
 struct ManagerState;
+[[nodiscard]] uint64_t sizes_digest(const ManagerState& state);
 
 // What became of a resize.
 struct ResizeResult {
@@ -72,6 +73,7 @@ class LevelSizer {
   void on_close(int64_t id, const LengthMeans& lengths);
   void exclude(int64_t id) { excluded_.insert(id); }
   [[nodiscard]] bool is_excluded(int64_t id) const { return excluded_.contains(id); }
+  [[nodiscard]] const std::unordered_set<int64_t>& excluded() const noexcept { return excluded_; }
   [[nodiscard]] RebalanceTracker& tracker() noexcept { return tracker_; }
 
   // The traffic asks for other counts on the hot or the coldest level: enough samples, cooled down,
@@ -87,6 +89,7 @@ class LevelSizer {
   [[nodiscard]] std::optional<std::vector<double>> target_ratios(int level) const;
 
  private:
+  friend uint64_t sizes_digest(const ManagerState& state);
   struct Transition {
     QuotaSplit target;
     GroupSlots step;  // slots by which a group shrinks at a time
@@ -128,6 +131,9 @@ class LevelSizer {
   int64_t evacuate(int level, PoolGroupId group, int64_t max_pages);
   int64_t push_some_down(std::span<const PageId> victims);
   void grow_groups(int level);
+  // The store's, where a replay answers for the machine of the original.
+  void grow_group(int level, PoolGroupId group, int32_t num_slots);
+  [[nodiscard]] bool finish_shrink(int level, PoolGroupId group);
   void finish_if_reached(int level);
   // Pages that are still in the tail, from a part of it whose size follows from `max_pages`; takes
   // those that left off the list.

@@ -62,6 +62,7 @@ std::string values_text(const Operation::Entry& entry, size_t max_list) {
       return std::string(name_of(static_cast<OperationError>(first)));
     case OperationField::kCounters:
     case OperationField::kState:
+    case OperationField::kSizes:
       return hex_text(static_cast<uint64_t>(first));
     default:
       break;
@@ -80,7 +81,7 @@ std::string values_text(const Operation::Entry& entry, size_t max_list) {
 }  // namespace
 
 std::string_view name_of(OperationKind kind) noexcept {
-  constexpr std::array<std::string_view, 27> kNames = {"unknown",
+  constexpr std::array<std::string_view, 34> kNames = {"unknown",
                                                        "create_kv_cache",
                                                        "resume",
                                                        "suspend",
@@ -106,13 +107,20 @@ std::string_view name_of(OperationKind kind) noexcept {
                                                        "make_step_stream",
                                                        "submit_step",
                                                        "complete_step",
-                                                       "set_stream"};
+                                                       "set_stream",
+                                                       "KVCacheManager.resize",
+                                                       "maintain",
+                                                       "adjust",
+                                                       "enable_swa_scratch_reuse",
+                                                       "mark_stats_excluded",
+                                                       "drain_events",
+                                                       "snapshot_events"};
   const auto at = static_cast<size_t>(kind);
   return kNames[at < kNames.size() ? at : 0];
 }
 
 std::string_view name_of(OperationField field) noexcept {
-  constexpr std::array<std::string_view, 24> kArguments = {"unknown",
+  constexpr std::array<std::string_view, 29> kArguments = {"unknown",
                                                            "cache",
                                                            "tokens",
                                                            "priority",
@@ -135,11 +143,17 @@ std::string_view name_of(OperationField field) noexcept {
                                                            "retention",
                                                            "level",
                                                            "plan",
-                                                           "step"};
-  constexpr std::array<std::string_view, 15> kResults = {
-      "outcome",    "error",    "results", "reason",   "new_cache",
-      "matched",    "counters", "state",   "new_plan", "num_pages",
-      "new_stream", "new_step", "times",   "lost",     "held_back"};
+                                                           "step",
+                                                           "quota",
+                                                           "best_effort",
+                                                           "max_pages",
+                                                           "is_enabled",
+                                                           "max_events"};
+  constexpr std::array<std::string_view, 28> kResults = {
+      "outcome",   "error",     "results",    "reason",     "new_cache",  "matched", "counters",
+      "state",     "new_plan",  "num_pages",  "new_stream", "new_step",   "times",   "lost",
+      "held_back", "slots",     "had_memory", "gave_back",  "new_quota",  "minimum", "group_slots",
+      "pending",   "num_moved", "started",    "num_events", "last_event", "sizes",   "num_dropped"};
   const auto at = static_cast<size_t>(field);
   if (at < kArguments.size()) return kArguments[at];
   const size_t result = at - static_cast<size_t>(OperationField::kOutcome);

@@ -43,6 +43,13 @@ enum class OperationKind : uint8_t {
   kSubmitStep = 24,
   kCompleteStep = 25,
   kSetStream = 26,
+  kResizeLevel = 27,
+  kMaintain = 28,  // while a level is on its way to another size; elsewhere it changes nothing
+  kAdjust = 29,
+  kSetScratchReuse = 30,
+  kExcludeStats = 31,
+  kDrainEvents = 32,  // where there is a buffer, as kSnapshotEvents
+  kSnapshotEvents = 33,
 };
 // The name of the method, "unknown" for a number of a later version.
 [[nodiscard]] std::string_view name_of(OperationKind kind) noexcept;
@@ -73,6 +80,11 @@ enum class OperationField : uint8_t {
   kLevel = 21,
   kPlan = 22,  // in the order of their making, 0 first
   kStep = 23,
+  kQuota = 24,  // bytes
+  kBestEffort = 25,
+  kMaxPages = 26,
+  kIsEnabled = 27,
+  kMaxEvents = 28,  // INT64_MAX: all
   kOutcome = 64,    // an OperationOutcome
   kError = 65,      // an OperationError, when the call threw
   kResults = 66,    // of a batch call: 1 or 0 per cache
@@ -89,6 +101,23 @@ enum class OperationField : uint8_t {
   kTimes = 76,     // readings of the clock, ns
   kLost = 77,      // failed copies that it took in: stage, count, page tags; see OperationSink
   kHeldBack = 78,  // 1: a prefetch started no batch because of copies under way
+  // In the order of asking: the slots that pages got; 1 or 0: whether the memory of a group that
+  // grows was to be had; whether the slots that a group is to lose were free and no copy under way
+  // in them.
+  kSlots = 79,
+  kHadMemory = 80,
+  kGaveBack = 81,
+  // Results again.
+  kNewQuota = 82,    // bytes of a level in effect
+  kMinimum = 83,     // bytes that a level must have
+  kGroupSlots = 84,  // that each pool group of a level hands out
+  kPending = 85,     // slots that each is still to give back (> 0) or to get (< 0)
+  kNumMoved = 86,    // pages
+  kStarted = 87,     // 1 or 0: an adjustment
+  kNumEvents = 88,
+  kLastEvent = 89,  // the id of the last of them
+  kSizes = 90,      // sizes_digest() after the call: each with kState, and of calls about sizes
+  kDropped = 91,    // events, in all
 };
 [[nodiscard]] std::string_view name_of(OperationField field) noexcept;
 [[nodiscard]] constexpr bool is_result(OperationField field) noexcept {

@@ -22,6 +22,7 @@ constexpr const char* kWhere = "kv.operation_log";
 constexpr std::string_view kStateEvery = "state_every";
 constexpr std::string_view kAnonymised = "is_anonymised";
 constexpr std::string_view kSlots = "slots";
+constexpr std::string_view kGrain = "grain";  // once per level, in order
 constexpr std::string_view kConfigPrefix = "config.";
 
 void put_u32(uint32_t value, std::vector<std::byte>& out) {
@@ -112,6 +113,7 @@ std::string header_text(const OperationLog& log) {
     text += detail::concat(kSlots, ".", slots.level, ".", slots.pool_group, " = ", slots.num_slots,
                            "\n");
   }
+  for (const int64_t grain : log.grains) text += detail::concat(kGrain, " = ", grain, "\n");
   const std::string config = config_to_text(log.config);
   for (size_t begin = 0; begin < config.size();) {
     const size_t end = config.find('\n', begin) + 1;
@@ -140,6 +142,8 @@ void parse_header(std::string_view text, OperationLog& log) {
       log.state_every = static_cast<int32_t>(number_of(value));
     } else if (name == kAnonymised) {
       log.is_anonymised = number_of(value) != 0;
+    } else if (name == kGrain) {
+      log.grains.push_back(number_of(value));
     } else if (name.starts_with(kSlots) && name.size() > kSlots.size() + 1) {
       parse_slots(name.substr(kSlots.size() + 1), number_of(value), log);
     }  // else: of a later writer, not needed to replay

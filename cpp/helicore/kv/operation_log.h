@@ -67,6 +67,7 @@ enum class LogEnd : uint8_t {
 struct OperationLog {
   KVCacheManagerConfig config{};
   std::vector<RecordedSlots> slots{};
+  std::vector<int64_t> grains{};  // bytes by which the pools of each level grow; none in old logs
   int32_t state_every = 0;
   bool is_anonymised = false;
   std::vector<Operation> operations{};

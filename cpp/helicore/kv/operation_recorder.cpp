@@ -40,6 +40,7 @@ OperationLog header_of(const ManagerState& state, const RecordingOptions& option
       if (auto* disk = std::get_if<DiskCacheTierConfig>(&tier)) disk->path.clear();
     }
   }
+  for (const LevelState& level : state.levels) log.grains.push_back(level.grain);
   for (int level = 0; level < state.owner->num_levels(); ++level) {
     for (const PoolGroupStatistics& group : state.owner->storage_statistics(level)) {
       log.slots.push_back({level, group.pool_group.value(), group.total});
@@ -52,8 +53,12 @@ OperationLog header_of(const ManagerState& state, const RecordingOptions& option
 
 Operation Anonymiser::apply(const Operation& operation) {
   Operation result = operation;
+  const bool makes_cache =
+      operation.kind == OperationKind::kCreate || operation.kind == OperationKind::kFork;
+  if (makes_cache && !result.get(OperationField::kId)) {
+    result.set(OperationField::kId, result.get(OperationField::kNewCache));
+  }
   std::erase_if(result.entries, [](const Operation::Entry& entry) {
-    if (entry.field == OperationField::kId) return true;
     // Step streams are numbers already.
     return entry.field == OperationField::kStream &&
            std::any_of(entry.values.begin(), entry.values.end(), [](int64_t s) { return s >= 0; });
@@ -61,6 +66,8 @@ Operation Anonymiser::apply(const Operation& operation) {
   for (Operation::Entry& entry : result.entries) {
     if (entry.field == OperationField::kTokens) {
       for (int64_t& token : entry.values) token = token < 0 ? -1 : number_of(tokens_, token);
+    } else if (entry.field == OperationField::kId) {
+      for (int64_t& id : entry.values) id = -1 - number_of(ids_, id);
     } else if (entry.field == OperationField::kSaltNumber) {
       for (int64_t& salt : entry.values) salt = number_of(salt_numbers_, salt);
     } else if (entry.field == OperationField::kSaltText) {
@@ -177,17 +184,29 @@ void KVCacheManager::start_recording(const RecordingOptions& options) {
     HELICORE_KV_STATE(state_->next_id == 0, kWhere,
                       "a recording begins before the first cache; this manager has made ",
                       state_->next_id);
+    for (int level = 0; level < num_levels(); ++level) {
+      HELICORE_KV_STATE(state_->sizer.serial(level) == 0, kWhere,
+                        "a recording begins before the first resize of a level; level ", level,
+                        " was resized");
+    }
   };
   {
     const std::shared_lock lock(state_->mutex);
     check();  // before the file is touched
   }
   auto recorder = std::make_unique<OperationRecorder>(*state_, options);
-  const std::unique_lock lock(state_->mutex);
-  check();
-  state_->recorder = recorder.get();
-  state_->sinks.push_back(std::move(recorder));
-  state_->sink.store(state_->recorder, std::memory_order_release);
+  std::vector<int64_t> excluded;  // before: the log begins with them
+  {
+    const std::unique_lock lock(state_->mutex);
+    check();
+    excluded.assign(state_->sizer.excluded().begin(), state_->sizer.excluded().end());
+    state_->recorder = recorder.get();
+    state_->store.set_chooser(recorder.get());
+    state_->sinks.push_back(std::move(recorder));
+    state_->sink.store(state_->recorder, std::memory_order_release);
+  }
+  std::sort(excluded.begin(), excluded.end());
+  for (const int64_t id : excluded) mark_stats_excluded(id);
 }
 
 RecordingSummary KVCacheManager::stop_recording() {
@@ -201,6 +220,8 @@ RecordingSummary KVCacheManager::stop_recording() {
   RecordingSummary summary = recorder->finish();
   OperationSink* own = recorder;
   state_->sink.compare_exchange_strong(own, nullptr, std::memory_order_acq_rel);
+  const std::unique_lock lock(state_->mutex);
+  if (state_->recorder == nullptr) state_->store.set_chooser(nullptr);
   return summary;
 }
 

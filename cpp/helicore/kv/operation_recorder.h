@@ -11,7 +11,8 @@
 namespace helicore::kv {
 
 // Replaces what could be read by numbers in the order of appearance, the same number for the same
-// value. Negative tokens, which only misuse has, become -1.
+// value. Negative tokens, which only misuse has, become -1. Ids become negative numbers, those that
+// the manager gave too: -1 for the first.
 class Anonymiser {
  public:
   [[nodiscard]] Operation apply(const Operation& operation);
@@ -20,6 +21,7 @@ class Anonymiser {
   std::unordered_map<int64_t, int64_t> tokens_;
   std::unordered_map<int64_t, int64_t> salt_numbers_;
   std::unordered_map<std::string, int64_t> salt_texts_;
+  std::unordered_map<int64_t, int64_t> ids_;
 };
 
 // Appends to a buffer that goes to the file when it is full; in memory the buffer is the log. When

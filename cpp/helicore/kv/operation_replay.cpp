@@ -1,15 +1,16 @@
 #include "helicore/kv/operation_replay.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <filesystem>
-#include <numeric>
 #include <utility>
 
 #include "helicore/core/error.h"
 #include "helicore/kv/introspection.h"
 #include "helicore/kv/operation_sink.h"
-#include "helicore/kv/quota.h"
+#include "helicore/kv/recorded_calls.h"
+#include "helicore/kv/replay_device.h"
 
 namespace helicore::kv {
 namespace {
@@ -43,13 +44,18 @@ std::string show(const Operation& operation, Field field) {
 // What came out otherwise. Digests are compared where both have one.
 std::optional<std::string> compare(const Operation& recorded, const Operation& replayed) {
   for (const Field field :
-       {Field::kOutcome, Field::kError, Field::kResults, Field::kReason, Field::kNewCache,
-        Field::kMatched, Field::kNewPlan, Field::kNumPages, Field::kNewStep, Field::kLost,
-        Field::kHeldBack, Field::kCounters, Field::kState}) {
+       {Field::kOutcome,   Field::kError,      Field::kResults,  Field::kReason,   Field::kNewCache,
+        Field::kMatched,   Field::kNewPlan,    Field::kNumPages, Field::kNewStep,  Field::kNewQuota,
+        Field::kMinimum,   Field::kGroupSlots, Field::kPending,  Field::kNumMoved, Field::kStarted,
+        Field::kNumEvents, Field::kLastEvent,  Field::kDropped,  Field::kLost,     Field::kHeldBack,
+        Field::kHadMemory, Field::kGaveBack,   Field::kCounters, Field::kState,    Field::kSizes,
+        Field::kSlots}) {
     const auto* a = recorded.find(field);
     const auto* b = replayed.find(field);
-    const bool is_digest = field == Field::kCounters || field == Field::kState;
+    const bool is_digest =
+        field == Field::kCounters || field == Field::kState || field == Field::kSizes;
     if (is_digest && (a == nullptr || b == nullptr)) continue;
+    if (field == Field::kSlots && a == nullptr) continue;  // of a log that names none
     if (a == nullptr ? b == nullptr : b != nullptr && *a == *b) continue;
     return detail::concat(name_of(field), ": recorded ", show(recorded, field), ", replayed ",
                           show(replayed, field));
@@ -57,96 +63,21 @@ std::optional<std::string> compare(const Operation& recorded, const Operation& r
   return std::nullopt;
 }
 
-// Slots per pool group of every level, in the log's terms.
-std::vector<RecordedSlots> slots_of(const KVCacheManagerConfig& config) {
-  const LifeCycleRegistry registry(config);
-  const StorageLayout layout(config, registry);
-  std::vector<RecordedSlots> slots;
-  GroupSlots hot(layout.groups().count(), 0);
-  for (size_t level = 0; level < config.cache_tiers.size(); ++level) {
-    const int64_t quota = quota_of(config.cache_tiers[level]);
-    const int64_t grain = grain_of(tier_of(config.cache_tiers[level]), quota);
-    const QuotaSplit split = level == 0 ? split_quota(config, registry, layout, quota, grain)
-                                        : split_cold_quota(layout, hot, quota, grain);
-    for (size_t g = 0; g < split.num_slots.count(); ++g) {
-      const PoolGroupId group(static_cast<int32_t>(g));
-      if (level == 0) hot[group] = split.num_slots[group];
-      slots.push_back({static_cast<int32_t>(level), group.value(), split.num_slots[group]});
-    }
-  }
-  return slots;
-}
-
-// The bytes of each level that hold the slots; false when they are not of this layout.
-bool set_quotas(const std::vector<RecordedSlots>& slots, KVCacheManagerConfig& config) {
-  const LifeCycleRegistry registry(config);
-  const StorageLayout layout(config, registry);
-  std::vector<int64_t> quotas(config.cache_tiers.size(), 0);
-  for (const RecordedSlots& entry : slots) {
-    if (entry.level < 0 || static_cast<size_t>(entry.level) >= quotas.size() ||
-        entry.pool_group < 0 || static_cast<size_t>(entry.pool_group) >= layout.groups().count()) {
-      return false;
-    }
-    const auto level = static_cast<size_t>(entry.level);
-    quotas[level] +=
-        bytes_for_slots(layout.groups()[PoolGroupId(entry.pool_group)], entry.num_slots,
-                        grain_of(tier_of(config.cache_tiers[level]), 1));
-  }
-  for (size_t level = 0; level < quotas.size(); ++level) {
-    std::visit([&](auto& tier) { tier.quota = quotas[level]; }, config.cache_tiers[level]);
-  }
-  return true;
-}
-
-// Divides every buffer's size by what they have in common, down to the grain, which keeps the
-// number of slots a matter of division. The config itself when the slots come out otherwise.
-KVCacheManagerConfig shrunk(const KVCacheManagerConfig& config,
-                            const std::vector<RecordedSlots>& slots) {
-  int64_t common = 0;
-  for (const LayerConfig& layer : config.layers) {
-    for (const BufferConfig& buffer : buffers_of(layer)) common = std::gcd(common, buffer.size);
-  }
-  if (common <= kHostGrainBytes) return config;
-  KVCacheManagerConfig small = config;
-  for (LayerConfig& layer : small.layers) {
-    std::visit(
-        [&](auto& value) {
-          for (BufferConfig& buffer : value.buffers) {
-            buffer.size = buffer.size / common * kHostGrainBytes;
-          }
-        },
-        layer);
-  }
-  return set_quotas(slots, small) && slots_of(small) == slots ? small : config;
-}
-
-// Levels that this machine may lack: GPU memory becomes host memory, the folder of another machine
-// the one for temporary files.
-KVCacheManagerConfig at_home(const OperationLog& log) {
-  KVCacheManagerConfig config = log.config;
-  bool had_gpu = false;
+// Levels that this machine may lack need no place here: pages have no memory. What checks a
+// configuration looks for the folder, though.
+KVCacheManagerConfig at_home(KVCacheManagerConfig config) {
   for (CacheTierConfig& tier : config.cache_tiers) {
-    if (const auto* gpu = std::get_if<GpuCacheTierConfig>(&tier)) {
-      tier = HostCacheTierConfig{gpu->quota};
-      had_gpu = true;
-    } else if (auto* disk = std::get_if<DiskCacheTierConfig>(&tier)) {
-      std::error_code ignored;
-      if (!std::filesystem::is_directory(disk->path, ignored)) {
-        disk->path = std::filesystem::temp_directory_path().string();
-      }
+    if (auto* disk = std::get_if<DiskCacheTierConfig>(&tier)) {
+      disk->path = std::filesystem::temp_directory_path().string();
     }
   }
-  if (had_gpu) (void)set_quotas(log.slots, config);
   return config;
 }
 
 KVCacheManagerConfig config_for(const OperationLog& log, const ReplayOptions& options) {
   HELICORE_CHECK(options.check_every >= 0, kWhere, "check_every must be >= 0, got ",
                  options.check_every);
-  if (options.config) return *options.config;
-  const KVCacheManagerConfig config = at_home(log);
-  config.validate();
-  return options.shrink_pages ? shrunk(config, log.slots) : config;
+  return at_home(options.config ? *options.config : log.config);
 }
 
 std::string note_of(const OperationLog& log) {
@@ -165,93 +96,24 @@ std::string note_of(const OperationLog& log) {
 
 }  // namespace
 
-// Every copy is done when someone asks: what the recorded calls met of a device that was busy, or
-// that failed, comes from the log. Failures of the machine that replays do not count, for nobody
-// reads the bytes.
-class Replayer::Device final : public CacheDevice {
- public:
-  explicit Device(std::unique_ptr<CacheDevice> machine) : machine_(std::move(machine)) {}
-
-  void set_sink(const OperationSink* sink) noexcept { sink_ = sink; }
-  // For the next operation: stage, count, tags; and again.
-  void prepare(std::vector<int64_t> lost, bool is_held_back) noexcept {
-    lost_ = std::move(lost);
-    is_held_back_ = is_held_back;
-  }
-
-  [[nodiscard]] DeviceType type() const noexcept override { return machine_->type(); }
-  [[nodiscard]] bool supports(CacheTier tier, int level) const noexcept override {
-    return machine_->supports(tier, level);
-  }
-  [[nodiscard]] int64_t grain(CacheTier tier, int64_t quota) const noexcept override {
-    return machine_->grain(tier, quota);
-  }
-  [[nodiscard]] std::unique_ptr<MemoryPool> make_pool(const PoolSpec& spec) override {
-    return machine_->make_pool(spec);
-  }
-  void trim() noexcept override { machine_->trim(); }
-  [[nodiscard]] TimePoint record(StreamHandle stream) override { return machine_->record(stream); }
-  void wait(StreamHandle stream, std::span<const TimePoint> points) override {
-    machine_->wait(stream, points);
-  }
-  [[nodiscard]] bool reached(TimePoint point) const noexcept override {
-    if (machine_->reached(point)) return true;
-    if (!machine_->is_waitable(point)) return false;
-    machine_->synchronize(point);
-    return true;
-  }
-  [[nodiscard]] bool is_waitable(TimePoint point) const noexcept override {
-    return machine_->is_waitable(point);
-  }
-  void synchronize(TimePoint point) override { machine_->synchronize(point); }
-  [[nodiscard]] TimePoint join(TimePoint a, TimePoint b) override { return machine_->join(a, b); }
-  [[nodiscard]] TimePoint copy(std::span<const CopyTask> tasks,
-                               std::span<const TimePoint> after) override {
-    return machine_->copy(tasks, after);
-  }
-  void copy_on(StreamHandle stream, std::span<const CopyTask> tasks) override {
-    machine_->copy_on(stream, tasks);
-  }
-  [[nodiscard]] uint64_t num_failures() const noexcept override {
-    return num_taken_ + (is_due() ? 1 : 0);
-  }
-  [[nodiscard]] std::vector<uint64_t> take_failures() override {
-    if (!is_due()) return {};
-    ++num_taken_;
-    const auto end =
-        lost_.begin() + 2 + std::clamp<std::ptrdiff_t>(lost_[1], 0, std::ssize(lost_) - 2);
-    const std::vector<uint64_t> tags(lost_.begin() + 2, end);
-    lost_.erase(lost_.begin(), end);
-    return tags;
-  }
-  [[nodiscard]] CopyCounters counters() const override { return machine_->counters(); }
-  [[nodiscard]] int64_t bytes_in_flight() const noexcept override {
-    return is_held_back_ ? INT64_MAX : 0;
-  }
-  [[nodiscard]] StreamHandle make_step_stream() override { return machine_->make_step_stream(); }
-  uint64_t submit_step(StreamHandle stream) override { return machine_->submit_step(stream); }
-  void complete_step(StreamHandle stream, uint64_t step) override {
-    machine_->complete_step(stream, step);
-  }
-
- private:
-  [[nodiscard]] bool is_due() const noexcept {
-    return lost_.size() >= 2 && sink_ != nullptr && sink_->is_inside() &&
-           sink_->stage() == lost_[0];
-  }
-
-  std::unique_ptr<CacheDevice> machine_;
-  const OperationSink* sink_ = nullptr;
-  std::vector<int64_t> lost_;
-  uint64_t num_taken_ = 0;
-  bool is_held_back_ = false;
-};
-
-// Keeps the operation that ran last.
+// Answers what the recorded operation was told, and keeps the one that ran last.
 class Replayer::Sink final : public OperationSink {
  public:
   using OperationSink::OperationSink;
   std::optional<Operation> last;
+
+  // For the next operation, which must outlive it.
+  void prepare(const Operation& recorded) noexcept {
+    last.reset();
+    recorded_ = &recorded;
+    num_given_.fill(0);
+  }
+  [[nodiscard]] std::optional<int64_t> given(Field field) noexcept override {
+    const auto* values = recorded_ == nullptr ? nullptr : recorded_->find(field);
+    size_t& next = num_given_[static_cast<size_t>(field)];
+    if (values == nullptr || next >= values->size()) return std::nullopt;
+    return (*values)[next++];
+  }
 
  private:
   void begun(const Operation&) noexcept override {}
@@ -262,16 +124,16 @@ class Replayer::Sink final : public OperationSink {
       last.reset();
     }
   }
+
+  const Operation* recorded_ = nullptr;
+  std::array<size_t, 256> num_given_{};
 };
 
 Replayer::Replayer(const OperationLog& log, ReplayOptions options)
     : log_(log), options_(std::move(options)) {
   KVCacheManagerConfig config = config_for(log, options_);
   HELICORE_CHECK(!config.cache_tiers.empty(), kWhere, "config has no cache_tiers");
-  const bool on_gpu = tier_of(config.cache_tiers[0]) == CacheTier::kGpuMem;
-  auto device = std::make_unique<Device>(
-      make_cache_device({.type = on_gpu ? DeviceType::kCuda : DeviceType::kCpu,
-                         .index = on_gpu ? config.device_index : 0}));
+  auto device = std::make_unique<ReplayDevice>(log.grains);
   device_ = device.get();
   manager_ = std::make_unique<KVCacheManager>(std::move(config), std::move(device));
   ManagerState& state = Introspection::state(*manager_);
@@ -284,11 +146,14 @@ Replayer::Replayer(const OperationLog& log, ReplayOptions options)
   };
   sink_ = std::make_unique<Sink>(state, log.state_every);
   device_->set_sink(sink_.get());
+  state.store.set_chooser(sink_.get());
   state.sink.store(sink_.get(), std::memory_order_release);
 }
 
 Replayer::~Replayer() {
-  Introspection::state(*manager_).sink.store(nullptr, std::memory_order_release);
+  ManagerState& state = Introspection::state(*manager_);
+  state.sink.store(nullptr, std::memory_order_release);
+  state.store.set_chooser(nullptr);
   device_->set_sink(nullptr);
 }
 
@@ -329,7 +194,6 @@ std::optional<ReplayDifference> Replayer::step() {
   const auto differ = [&](std::string what) {
     return ReplayDifference{index, describe(recorded), std::move(what)};
   };
-  sink_->last.reset();
   prepare(recorded);
   std::string message;
   try {
@@ -357,6 +221,7 @@ std::optional<ReplayDifference> Replayer::step() {
 }
 
 void Replayer::prepare(const Operation& recorded) {
+  sink_->prepare(recorded);
   const auto* lost = recorded.find(Field::kLost);
   device_->prepare(lost == nullptr ? std::vector<int64_t>() : *lost,
                    recorded.get(Field::kHeldBack).has_value());
@@ -415,6 +280,13 @@ void Replayer::call(const Operation& operation) {
            .retention = retention}));
       return;
     }
+    case Kind::kResizeLevel:
+    case Kind::kMaintain:
+    case Kind::kAdjust:
+    case Kind::kExcludeStats:
+    case Kind::kDrainEvents:
+    case Kind::kSnapshotEvents:
+      return call_on_upkeep(operation);
     case Kind::kClearReusableBlocks:
       return manager_->clear_reusable_blocks();
     case Kind::kShutdown:
@@ -429,6 +301,28 @@ void Replayer::call(const Operation& operation) {
   }
 }
 
+// By the sink's way in: some calls pass it where they change nothing.
+void Replayer::call_on_upkeep(const Operation& operation) {
+  switch (operation.kind) {
+    case Kind::kResizeLevel:
+      return static_cast<void>(manager_->resize(static_cast<int>(need(operation, Field::kLevel)),
+                                                need(operation, Field::kQuota),
+                                                operation.get(Field::kBestEffort).has_value()));
+    case Kind::kMaintain:
+      recorded::maintain(*sink_, *manager_, need(operation, Field::kMaxPages));
+      return;
+    case Kind::kAdjust:
+      return static_cast<void>(manager_->adjust());
+    case Kind::kExcludeStats:
+      return manager_->mark_stats_excluded(need(operation, Field::kId));
+    case Kind::kDrainEvents:
+      return static_cast<void>(recorded::drain_events(
+          *sink_, *manager_, static_cast<size_t>(need(operation, Field::kMaxEvents))));
+    default:
+      return static_cast<void>(recorded::snapshot_events(*sink_, *manager_));
+  }
+}
+
 void Replayer::call_on_cache(const Operation& operation) {
   KVCache* target = cache(need(operation, Field::kCaches));
   HELICORE_CHECK(target != nullptr, kWhere, "cache ", need(operation, Field::kCaches),
@@ -438,6 +332,8 @@ void Replayer::call_on_cache(const Operation& operation) {
       return static_cast<void>(target->resume(stream_of(operation)));
     case Kind::kSuspend:
       return target->suspend();
+    case Kind::kSetScratchReuse:
+      return target->scratch().set_enabled(need(operation, Field::kIsEnabled) != 0);
     case Kind::kSetStream:
       return target->set_stream(stream_of(operation).value_or(0));
     case Kind::kPrefetch:

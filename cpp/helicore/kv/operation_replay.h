@@ -15,14 +15,12 @@
 
 namespace helicore::kv {
 
+class ReplayDevice;
+
 struct ReplayOptions {
-  // Pages get the smallest size that gives every pool group the recorded number of slots, so that
-  // the log of a large machine replays on a small one. When no size does, they keep theirs.
-  bool shrink_pages = true;
   // After every n-th operation all invariants are checked; 0: never.
   int32_t check_every = 64;  // >= 0
-  // Taken in place of the log's; must give as many slots. By default GPU levels become host levels
-  // and a disk level whose folder is not there uses that for temporary files.
+  // Taken in place of the log's; must give as many slots.
   std::optional<KVCacheManagerConfig> config = std::nullopt;
 };
 
@@ -42,7 +40,8 @@ struct ReplayReport {
 // One or more lines for people.
 [[nodiscard]] std::string describe(const ReplayReport& report);
 
-// Not thread-safe. The log must outlive it.
+// Its manager keeps books and has no memory for pages, so that the log of a large machine replays
+// on a small one, GPU or not. Not thread-safe. The log must outlive it.
 class Replayer {
  public:
   // Throws what the manager's constructor throws.
@@ -63,20 +62,20 @@ class Replayer {
 
  private:
   class Sink;
-  class Device;
 
   // What the operation met besides its arguments comes to it again.
   void prepare(const Operation& recorded);
   [[nodiscard]] std::optional<int64_t> stream_of(const Operation& operation) const;
   void call_on_streams(const Operation& operation);
   void call(const Operation& operation);
+  void call_on_upkeep(const Operation& operation);
   void call_on_cache(const Operation& operation);
   void call_on_many(const Operation& operation);
   [[nodiscard]] std::optional<std::string> compare_slots() const;
 
   const OperationLog& log_;
   ReplayOptions options_;
-  Device* device_ = nullptr;  // the manager's
+  ReplayDevice* device_ = nullptr;  // the manager's
   std::unique_ptr<KVCacheManager> manager_;
   std::unique_ptr<Sink> sink_;
   std::vector<std::unique_ptr<std::vector<int32_t>>> rows_;  // lent to caches

@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 
 #include "helicore/kv/operation.h"
+#include "helicore/kv/slot_allocator.h"
 
 namespace helicore::kv {
 
@@ -20,12 +22,12 @@ class KVCache;
 // whole of a call, outside the manager's lock, so that the order seen here is the order in which
 // things happened, fast paths that take no lock included. A call runs with is_inside() true on its
 // thread and then takes its ordinary way.
-class OperationSink {
+class OperationSink : public SlotChooser {
  public:
   // Every `state_every`-th operation gets a digest of the whole state; 0: none does.
   OperationSink(const ManagerState& state, int32_t state_every)
       : state_(state), state_every_(state_every) {}
-  virtual ~OperationSink() = default;
+  ~OperationSink() override = default;
   OperationSink(const OperationSink&) = delete;
   OperationSink& operator=(const OperationSink&) = delete;
 
@@ -42,6 +44,14 @@ class OperationSink {
 
   // For the call that is running, from inside it. What reaches it from elsewhere:
   void note(OperationField field, std::span<const int64_t> values) noexcept;
+  void note(OperationField field, int64_t value) noexcept { note(field, std::span(&value, 1)); }
+  // What it was in the call that is being replayed, one value after the other; nothing elsewhere.
+  // Who asks notes the answer too.
+  [[nodiscard]] virtual std::optional<int64_t> given(OperationField) noexcept {
+    return std::nullopt;
+  }
+  // Which of the free slots a page gets depends on the copies that are done by then.
+  [[nodiscard]] SlotId hand_out(SlotAllocator& slots) noexcept override;
   // A call takes in failed copies in stages: 0 under its lock, then each time it looks again after
   // it has waited for copies.
   void next_stage() noexcept { ++stage_; }
@@ -61,13 +71,14 @@ class OperationSink {
   std::mutex mutex_;
 
  private:
+  void add_noted(Operation& operation);
   void add_digests(Operation& operation, std::span<KVCache* const> caches) noexcept;
 
   const ManagerState& state_;
   int32_t state_every_;
   uint64_t num_operations_ = 0;
   bool is_stopped_ = false;
-  Operation* current_ = nullptr;
+  std::optional<Operation> noted_;  // by the call that is running
   int64_t stage_ = 0;
   std::atomic<bool> saw_unknown_call_{false};
   std::atomic<std::thread::id> owner_{};

@@ -73,7 +73,7 @@ const MemoryPool& PageStore::pool(int level, PoolGroupId group, PoolIndex pool) 
 PageHandle PageStore::allocate(LifeCycleId life_cycle, uint8_t priority) noexcept {
   const PoolGroupId group = group_of_[life_cycle];
   Group& home = levels_[kHotLevel].groups[group];
-  const SlotId slot = home.slots.allocate();
+  const SlotId slot = hand_out(home.slots);
   const PageId id = pages_.allocate();
   PageRecord& page = pages_[id];
   page.slot = slot;
@@ -293,7 +293,7 @@ SlotId PageStore::take_slot(int level, PoolGroupId group_id) {
   }
   HELICORE_ASSERT(group.slots.num_free() > 0, "kv.page_store", "no slot on level ", level,
                   " of pool group ", group_id);
-  return group.slots.allocate();
+  return hand_out(group.slots);
 }
 
 }  // namespace helicore::kv

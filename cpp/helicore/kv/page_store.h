@@ -118,6 +118,9 @@ class PageStore {
   // True when a step that is not done may touch the page and nothing but the caller ends it.
   [[nodiscard]] bool is_fenced(PageId id) const noexcept;
 
+  // It hands out the slots from now on, and must outlive that; null: the allocators do.
+  void set_chooser(SlotChooser* chooser) noexcept { chooser_ = chooser; }
+
   // Moves freed slots whose points were reached to the free ones.
   void settle() noexcept;
   // Slots of the level that a move can take: free ones and clean copies.
@@ -191,6 +194,9 @@ class PageStore {
   [[nodiscard]] bool is_immutable(const PageRecord& page) const noexcept;
   [[nodiscard]] bool is_current(const CleanCopy& copy, int level) const noexcept;
   [[nodiscard]] SlotId take_slot(int level, PoolGroupId group);
+  [[nodiscard]] SlotId hand_out(SlotAllocator& slots) noexcept {
+    return chooser_ == nullptr ? slots.allocate() : chooser_->hand_out(slots);
+  }
   void release_slot(int level, PoolGroupId group, SlotId slot, TimePoint after);
   // False when the slot is to go, or there is no memory to remember it.
   bool keep_copy(PageId id, int level, SlotId slot);
@@ -209,6 +215,7 @@ class PageStore {
   TypedVec<LifeCycleId, PoolGroupId> group_of_;
   PageSlab pages_;
   uint64_t num_double_releases_ = 0;
+  SlotChooser* chooser_ = nullptr;
   std::vector<CopyTask> tasks_;  // of the copy in the making
   std::vector<TimePoint> after_;
   std::vector<SlotId> taken_;

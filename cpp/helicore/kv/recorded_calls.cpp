@@ -1,5 +1,9 @@
 #include "helicore/kv/recorded_calls.h"
 
+#include <algorithm>
+#include <functional>
+#include <utility>
+
 namespace helicore::kv::recorded {
 namespace {
 
@@ -277,6 +281,90 @@ void set_stream(OperationSink& sink, KVCache& cache, int64_t stream) {
   Operation operation = on(Kind::kSetStream, cache);
   operation.set(Field::kStream, stream);
   run_on(sink, std::move(operation), cache, [&] { cache.set_stream(stream); });
+}
+
+ResizeResult resize_level(OperationSink& sink, KVCacheManager& manager, int level, int64_t quota,
+                          bool best_effort) {
+  Operation operation{Kind::kResizeLevel, {}};
+  operation.set(Field::kLevel, level);
+  operation.set(Field::kQuota, quota);
+  if (best_effort) operation.set(Field::kBestEffort, 1);
+  ResizeResult result;
+  sink.run(operation, {}, [&] {
+    result = manager.resize(level, quota, best_effort);
+    if (!result.done) {
+      operation.set(Field::kOutcome, static_cast<int64_t>(OperationOutcome::kNoRoom));
+    }
+    if (result.reason) operation.add_reason(*result.reason);
+    operation.set(Field::kNewQuota, result.quota);
+    operation.set(Field::kMinimum, result.minimum);
+    operation.set_all(Field::kGroupSlots, std::span<const int64_t>(result.slots.raw()));
+    operation.set_all(Field::kPending, std::span<const int64_t>(result.pending.raw()));
+  });
+  return result;
+}
+
+int64_t maintain(OperationSink& sink, KVCacheManager& manager, int64_t max_pages) {
+  Operation operation{Kind::kMaintain, {}};
+  operation.set(Field::kMaxPages, max_pages);
+  int64_t moved = 0;
+  sink.run(operation, {}, [&] {
+    moved = manager.maintain(max_pages);
+    operation.set(Field::kNumMoved, moved);
+  });
+  return moved;
+}
+
+bool adjust(OperationSink& sink, KVCacheManager& manager) {
+  Operation operation{Kind::kAdjust, {}};
+  bool started = false;
+  sink.run(operation, {}, [&] {
+    started = manager.adjust();
+    operation.set(Field::kStarted, started ? 1 : 0);
+  });
+  return started;
+}
+
+void set_scratch_reuse(OperationSink& sink, KVCache& cache, bool is_enabled) {
+  Operation operation = on(Kind::kSetScratchReuse, cache);
+  operation.set(Field::kIsEnabled, is_enabled ? 1 : 0);
+  run_on(sink, std::move(operation), cache, [&] { cache.scratch().set_enabled(is_enabled); });
+}
+
+void exclude_stats(OperationSink& sink, KVCacheManager& manager, int64_t id) {
+  Operation operation{Kind::kExcludeStats, {}};
+  operation.set(Field::kId, id);
+  sink.run(operation, {}, [&] { manager.mark_stats_excluded(id); });
+}
+
+namespace {
+
+std::vector<KVEvent> run_for_events(OperationSink& sink, const KVCacheManager& manager,
+                                    Operation operation,
+                                    const std::function<std::vector<KVEvent>()>& call) {
+  std::vector<KVEvent> events;
+  sink.run(operation, {}, [&] {
+    events = call();
+    operation.set(Field::kNumEvents, static_cast<int64_t>(events.size()));
+    operation.set(Field::kDropped, static_cast<int64_t>(manager.num_dropped_events()));
+    if (!events.empty()) operation.set(Field::kLastEvent, static_cast<int64_t>(events.back().id));
+  });
+  return events;
+}
+
+}  // namespace
+
+std::vector<KVEvent> drain_events(OperationSink& sink, KVCacheManager& manager, size_t max_events) {
+  Operation operation{Kind::kDrainEvents, {}};
+  operation.set(Field::kMaxEvents,
+                static_cast<int64_t>(std::min(max_events, static_cast<size_t>(INT64_MAX))));
+  return run_for_events(sink, manager, std::move(operation),
+                        [&] { return manager.drain_events(max_events); });
+}
+
+std::vector<KVEvent> snapshot_events(OperationSink& sink, KVCacheManager& manager) {
+  return run_for_events(sink, manager, {Kind::kSnapshotEvents, {}},
+                        [&] { return manager.snapshot_events(); });
 }
 
 }  // namespace helicore::kv::recorded

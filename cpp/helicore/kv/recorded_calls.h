@@ -50,5 +50,14 @@ uint64_t submit_step(OperationSink& sink, KVCacheManager& manager, StreamHandle 
 void complete_step(OperationSink& sink, KVCacheManager& manager, StreamHandle stream,
                    uint64_t step);
 void set_stream(OperationSink& sink, KVCache& cache, int64_t stream);
+[[nodiscard]] ResizeResult resize_level(OperationSink& sink, KVCacheManager& manager, int level,
+                                        int64_t quota, bool best_effort);
+int64_t maintain(OperationSink& sink, KVCacheManager& manager, int64_t max_pages);
+bool adjust(OperationSink& sink, KVCacheManager& manager);
+void set_scratch_reuse(OperationSink& sink, KVCache& cache, bool is_enabled);
+void exclude_stats(OperationSink& sink, KVCacheManager& manager, int64_t id);
+[[nodiscard]] std::vector<KVEvent> drain_events(OperationSink& sink, KVCacheManager& manager,
+                                                size_t max_events);
+[[nodiscard]] std::vector<KVEvent> snapshot_events(OperationSink& sink, KVCacheManager& manager);
 
 }  // namespace helicore::kv::recorded

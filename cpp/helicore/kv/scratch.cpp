@@ -6,6 +6,7 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 
@@ -13,6 +14,9 @@ ScratchSlots::ScratchSlots(KVCache& cache, bool is_enabled)
     : cache_(cache), is_enabled_(is_enabled) {}
 
 void ScratchSlots::set_enabled(bool is_enabled) {
+  if (auto* sink = recording(cache_.state_)) {
+    return recorded::set_scratch_reuse(*sink, cache_, is_enabled);
+  }
   constexpr const char* kWhere = "kv.enable_swa_scratch_reuse";
   HELICORE_KV_STATE(cache_.status_ != CacheStatus::kClosed, kWhere, "cache ", cache_.id_,
                     " is CLOSED");

@@ -63,6 +63,33 @@ SlotId SlotAllocator::allocate() noexcept {
   return slot;
 }
 
+bool SlotAllocator::remove(List& list, int32_t slot) noexcept {
+  if (list.count > 0 && list.head == slot) return pop(list) == slot;
+  bool found = false;
+  for (int32_t left = list.count; left > 0; --left) {
+    const int32_t other = pop(list);
+    if (other == slot) {
+      found = true;
+    } else {
+      push(list, other);
+    }
+  }
+  return found;
+}
+
+bool SlotAllocator::take(SlotId slot) noexcept {
+  if (slot.value() < 0 || slot.value() >= limit_ || slot.value() > high_water_ || in_use(slot)) {
+    return false;
+  }
+  if (slot.value() == high_water_) {
+    ++high_water_;
+  } else if (!remove(ready_, slot.value()) && !remove(in_flight_, slot.value())) {
+    return false;
+  }
+  in_use_[word(slot)] |= uint64_t{1} << bit(slot);
+  return true;
+}
+
 void SlotAllocator::release(SlotId slot, TimePoint after, const CacheDevice& device) {
   if (slot.value() < 0 || slot.value() >= capacity_ || !in_use(slot)) [[unlikely]] {
     ++num_double_releases_;

@@ -36,6 +36,9 @@ class SlotAllocator {
   // Ready ids first (oldest release first), then ids never used, then those in flight. Needs
   // num_free() > 0.
   [[nodiscard]] SlotId allocate() noexcept;
+  // Hands out this id, which a replay knows from the original. False when it is not one of those
+  // that allocate() could give next or later. O(num_free()).
+  [[nodiscard]] bool take(SlotId slot) noexcept;
   // `after` tells when the slot may be written again.
   void release(SlotId slot, TimePoint after, const CacheDevice& device);
   // Moves what has been reached to the ready list.
@@ -77,6 +80,7 @@ class SlotAllocator {
   [[nodiscard]] List& list_for(TimePoint after, const CacheDevice& device) noexcept;
   void push(List& list, int32_t slot) noexcept;
   int32_t pop(List& list) noexcept;
+  bool remove(List& list, int32_t slot) noexcept;
   void settle(List& list, const CacheDevice& device) noexcept;
   void retire_from(List& list) noexcept;
 
@@ -90,6 +94,14 @@ class SlotAllocator {
   std::vector<int32_t> next_;     // links of the lists
   std::vector<TimePoint> after_;  // [slot]
   std::vector<uint64_t> in_use_;
+};
+
+// Who has a say in which slot is handed out: a recording of the calls, a replay.
+class SlotChooser {
+ public:
+  virtual ~SlotChooser() = default;
+  // Needs num_free() > 0.
+  [[nodiscard]] virtual SlotId hand_out(SlotAllocator& slots) noexcept = 0;
 };
 
 }  // namespace helicore::kv

@@ -123,4 +123,34 @@ uint64_t state_digest(const ManagerState& state) {
   return mixer.value();
 }
 
+uint64_t sizes_digest(const ManagerState& state) {
+  Mixer mixer;
+  const LevelSizer& sizer = state.sizer;
+  const auto add_all = [&](const auto& counts) {
+    for (size_t g = 0; g < counts.count(); ++g) mixer.add(counts[PoolGroupId(static_cast<int>(g))]);
+  };
+  for (int level = 0; level < state.store.num_levels(); ++level) {
+    const QuotaSplit& split = state.levels[static_cast<size_t>(level)].split;
+    const LevelSizer::LevelPlan& plan = sizer.plan(level);
+    mixer.add(split.quota, split.used, split.minimum, plan.serial, plan.weights.has_value(),
+              plan.transition.has_value());
+    add_all(sizer.capacities(level));
+    add_all(sizer.limits(level));
+    if (plan.weights) add_all(*plan.weights);
+    if (!plan.transition) continue;
+    mixer.add(plan.transition->target.quota);
+    add_all(plan.transition->target.num_slots);
+    add_all(plan.transition->step);
+    add_all(plan.transition->next);
+    for (const auto& tail : plan.transition->tails) {
+      mixer.add(tail.size());
+      for (PageHandle page : tail) mixer.add(page.tag());
+    }
+  }
+  const auto& targets = sizer.tracker_.targets();
+  mixer.add(sizer.tracker_.num_samples(), targets.has_value(), sizer.excluded_.size());
+  if (targets) mixer.add(targets->capacity, targets->history_length, targets->reused);
+  return mixer.value();
+}
+
 }  // namespace helicore::kv

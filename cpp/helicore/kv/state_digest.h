@@ -18,4 +18,8 @@ namespace helicore::kv {
 // the lock held and while no thread is inside a call on a cache.
 [[nodiscard]] uint64_t state_digest(const ManagerState& state);
 
+// Of the sizes of the levels, what they are on their way to and what the traffic has taught. O(pool
+// groups + pages in the way). Call with the lock held.
+[[nodiscard]] uint64_t sizes_digest(const ManagerState& state);
+
 }  // namespace helicore::kv

@@ -1310,11 +1310,10 @@ def get_root_key(reuse_scope: int | ReuseScope | None = None) -> bytes:
 def replay_operations(
     log: OperationLog,
     *,
-    shrink_pages: bool = True,
     check_every: int = 64,
     config: KVCacheManagerConfig | None = None,
 ) -> ReplayReport:
-    """Runs a log on a manager of its own, up to the first difference. Pages shrink as far as the number of slots allows; every check_every-th operation is followed by a check of all invariants (0: none). `config` takes the place of the log's."""
+    """Runs a log on a manager of its own, up to the first difference. Pages have no memory; every check_every-th operation is followed by a check of all invariants (0: none). `config` takes the place of the log's."""
 
 BAD_PAGE_INDEX: int = -1
 DEFAULT_BEAM_INDEX: int = 0

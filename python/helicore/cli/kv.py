@@ -53,16 +53,13 @@ def replay(
     check_every: Annotated[
         int, typer.Option(help="Check all invariants after every n-th operation; 0: never.", min=0)
     ] = 64,
-    full_pages: Annotated[
-        bool, typer.Option("--full-pages", help="Keep the recorded page sizes.")
-    ] = False,
     json: options.Json = False,
 ) -> None:
     """Runs a log again and tells the first difference; exit code 1 when there is one."""
     from helicore.kv import replay_operations
 
     log = _load(file)
-    report = replay_operations(log, shrink_pages=not full_pages, check_every=check_every)
+    report = replay_operations(log, check_every=check_every)
     if json:
         print_json(_report(log, report))
     else:

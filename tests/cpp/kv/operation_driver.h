@@ -17,6 +17,7 @@
 #include "helicore/kv/kv_cache_manager.h"
 #include "helicore/kv/state_digest.h"
 #include "kv/operation_setup.h"
+#include "kv/operation_upkeep.h"
 
 namespace helicore::kv::testing {
 
@@ -33,7 +34,8 @@ class OperationDriver {
         is_plain_(config.is_plain),
         may_fail_(config.may_fail),
         fake_(fake),
-        source_(source) {
+        source_(source),
+        upkeep_(manager, config.may_fail, source) {
     state().now_ns = [now = now_] { return *now; };
     if (fake_ != nullptr) fake_->set_on_stuck([this] { return complete_all(); });
   }
@@ -61,6 +63,7 @@ class OperationDriver {
     int scope = 0;
     std::vector<TokenId> committed;
     PrefetchTicket ticket{};
+    bool is_forked = false;  // or a fork
   };
   struct StepStream {
     StreamHandle handle = 0;
@@ -86,9 +89,10 @@ class OperationDriver {
     if (fake_ != nullptr && !fake_->violations().empty()) fail(fake_->violations().front());
   }
 
-  // True when the call was done, false when it threw or found no room, and nothing has changed.
+  // True when the call was done, false when it threw or found no room, and nothing has changed,
+  // unless it may go a part of its way.
   template <typename Call>
-  bool attempt(const char* what, Must must, const Call& call) {
+  bool attempt(const char* what, Must must, const Call& call, bool may_go_part = false) {
     const uint64_t before = digest();
     const uint64_t failures = num_failures();
     bool is_calm = this->is_calm();
@@ -110,7 +114,7 @@ class OperationDriver {
     is_calm = is_calm && failures == num_failures();
     if (must == Must::kSucceed && !done) fail(std::string(what) + ": was refused");
     if (must == Must::kThrow && !threw) fail(std::string(what) + ": misuse was accepted");
-    if (!done && is_calm && digest() != before) {
+    if (!done && is_calm && !may_go_part && digest() != before) {
       fail(std::string(what) + (threw ? ": threw" : ": found no room") + " and changed the state");
     }
     (done ? num_done_ : threw ? num_refused_ : num_no_room_) += 1;
@@ -137,7 +141,7 @@ class OperationDriver {
   int block() const { return manager_.tokens_per_block(); }
 
   void step() {
-    const int operation = source_.below(50);
+    const int operation = source_.below(59);
     if (operation < 4) return create();
     if (operation == 4) return probe();
     if (operation == 5) return clear();
@@ -152,6 +156,7 @@ class OperationDriver {
     if (operation == 38) return drop();
     if (operation < 42 && operation > 38) return submit();
     if (operation < 45 && operation > 41) return complete();
+    if (operation > 49 && operation < 57) return upkeep_.step();
     Sequence* sequence = pick();
     if (sequence == nullptr) return create();
     if (operation < 12) return resume(*sequence);
@@ -166,6 +171,7 @@ class OperationDriver {
     if (operation == 45) return cancel(*sequence);
     if (operation == 46) return plan_drop(*sequence);
     if (operation == 47) return wild_stream(*sequence);
+    if (operation > 56) return set_scratch(*sequence);
     if (operation > 47) return prefetch(*sequence);
     close(*sequence);
   }
@@ -353,6 +359,14 @@ class OperationDriver {
     });
   }
 
+  void set_scratch(Sequence& sequence) {
+    const bool is_enabled = source_.one_in(2);
+    attempt("enable_swa_scratch_reuse", Must::kEither, [&] {
+      sequence.cache->scratch().set_enabled(is_enabled);
+      return true;
+    });
+  }
+
   void probe() {
     const int scope = source_.below(3);
     const auto tokens = random_tokens(2 * block());
@@ -461,7 +475,8 @@ class OperationDriver {
 
   void fork(Sequence& sequence) {
     if (sequences_.size() >= 10) return;
-    Sequence child{nullptr, sequence.scope, sequence.committed, {}};
+    sequence.is_forked = true;
+    Sequence child{nullptr, sequence.scope, sequence.committed, {}, true};
     attempt("fork", is_plain_ ? Must::kSucceed : Must::kEither, [&] {
       child.cache = sequence.cache->fork();
       return true;
@@ -558,13 +573,23 @@ class OperationDriver {
       counts.push_back(source_.below(cache->capacity() - cache->num_committed_tokens() + 1));
       for (int i = 0; i < counts.back(); ++i) tokens.push_back(source_.below(2));
     }
-    const bool done = attempt("commit_many", Must::kEither, [&] {
-      manager_.commit_many(caches, tokens, counts);
-      return true;
-    });
-    for (size_t i = 0, at = 0; done && i < chosen.size(); ++i) {
+    // Forks of one batch that contradict each other: those that come first are served.
+    const bool has_forks =
+        std::count_if(chosen.begin(), chosen.end(), [](auto* each) { return each->is_forked; }) > 1;
+    const bool done = attempt(
+        "commit_many", Must::kEither,
+        [&] {
+          manager_.commit_many(caches, tokens, counts);
+          return true;
+        },
+        has_forks);
+    for (size_t i = 0, at = 0; i < chosen.size(); ++i) {
       const auto count = static_cast<size_t>(counts[i]);
-      after_commit(*chosen[i], std::span(tokens).subspan(at, count));
+      const auto before = static_cast<int32_t>(chosen[i]->committed.size());
+      const bool is_served = caches[i]->num_committed_tokens() > before;
+      if (done || (has_forks && is_served)) {
+        after_commit(*chosen[i], std::span(tokens).subspan(at, count));
+      }
       at += count;
     }
     for (const KVCache* cache : caches) lengths.push_back(cache->num_committed_tokens());
@@ -646,6 +671,7 @@ class OperationDriver {
   FakeDevice* fake_;
   ByteSource& source_;
   std::shared_ptr<int64_t> now_ = std::make_shared<int64_t>(1);
+  OperationUpkeep upkeep_;
   std::vector<StepStream> streams_;
   std::vector<std::unique_ptr<std::vector<int32_t>>> all_rows_;  // outlive the caches
   std::vector<Sequence> sequences_;

@@ -89,6 +89,7 @@ TEST(OperationLog, holds_the_config_the_slots_and_every_call) {
   EXPECT_EQ(log.problem, "");
   EXPECT_EQ(log.state_every, 2);
   EXPECT_EQ(log.slots, (std::vector<RecordedSlots>{{0, 0, 8}}));
+  EXPECT_EQ(log.grains, (std::vector<int64_t>{4096}));
   ASSERT_EQ(log.operations.size(), kNumRecorded);
   for (size_t i = 0; i < log.operations.size(); ++i) {
     EXPECT_NE(log.operations[i].find(OperationField::kCounters), nullptr);
@@ -197,6 +198,9 @@ TEST(Recording, begins_before_the_first_cache_and_once) {
   EXPECT_EQ(manager.stop_recording().num_operations, 2u);
   EXPECT_FALSE(manager.is_recording());
   EXPECT_THROW(manager.start_recording({}), LogicError);
+  KVCacheManager resized(attention_config(kTokensPerBlock, 8));
+  (void)resized.resize(kHotLevel, 2 * resized.quota(kHotLevel));
+  EXPECT_THROW(resized.start_recording({}), LogicError);
   EXPECT_EQ(OperationLog::load(path).operations.size(), 2u)
       << "a refused start left the file alone";
 }
@@ -242,7 +246,7 @@ TEST(Anonymiser, equal_stays_equal_and_nothing_can_be_read) {
   EXPECT_EQ(*log.operations[4].find(OperationField::kTokens), *prompt);
   EXPECT_EQ(std::get<std::string>(log.operations[0].scope().salt), "0");
   for (const Operation& operation : log.operations) {
-    EXPECT_EQ(operation.find(OperationField::kId), nullptr);
+    EXPECT_LT(operation.get(OperationField::kId).value_or(-1), 0);
     EXPECT_EQ(operation.find(OperationField::kStream), nullptr);
   }
   Anonymiser anonymiser;

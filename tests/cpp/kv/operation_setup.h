@@ -67,12 +67,11 @@ struct DriverDevice {
   std::unique_ptr<CacheDevice> device{};  // null: the default one
   FakeDevice* fake = nullptr;
 };
-// `small_grain`: lower levels fill, but a replay, on a machine with the usual grain, has other
-// numbers of slots.
-inline DriverDevice driver_device(const DriverConfig& config, bool small_grain) {
+// With a small grain, so that lower levels fill.
+inline DriverDevice driver_device(const DriverConfig& config) {
   if (!config.has_fake) return {};
   auto device = std::make_unique<FakeDevice>(config.fake);
-  if (small_grain) device->set_grain(512);
+  device->set_grain(512);
   FakeDevice* fake = device.get();
   return {std::move(device), fake};
 }
@@ -81,6 +80,7 @@ inline void inject_faults(FakeDevice& fake, bool may_refuse) {
   fake.inject_rate(FakeFault::kFailedTask, 0.02);
   fake.inject_rate(FakeFault::kTornTask, 0.01);
   fake.inject_rate(FakeFault::kSlowBatch, 0.2);
+  fake.inject_rate(FakeFault::kAllocation, 0.1);
   if (may_refuse) fake.inject_rate(FakeFault::kRefusedCopy, 0.02);
 }
 
@@ -137,6 +137,8 @@ inline DriverConfig driver_config(ByteSource& source) {
   result.config.max_util_for_resume = kUtils[(flags >> 2) % 3];
   result.config.event_buffer_size = (flags & 16) != 0 ? 16 : 0;
   result.config.enable_stats = (flags & 32) == 0;
+  result.config.rebalance_target_ratio_update_interval = 1 + (flags >> 5);
+  result.config.rebalance_ratio_threshold = 1.1;
   const int machine = source.byte();
   if ((machine & 7) == 7) result.config.draft_reuse_match_backoff = machine >> 6;
   result.has_fake = machine % 3 == 1;

@@ -82,6 +82,24 @@ TEST(SlotAllocator, a_slot_behind_a_step_and_a_copy_can_be_handed_out_once_the_s
   (void)fake.run_all();
 }
 
+TEST(SlotAllocator, a_known_id_can_be_taken_wherever_it_waits) {
+  SlotAllocator slots(5);
+  for (int i = 0; i < 3; ++i) (void)slots.allocate();
+  slots.release(SlotId(1), TimePoint(), device());
+  slots.release(SlotId(0), TimePoint(), device());
+  slots.release(SlotId(2), TimePoint(), device());
+  EXPECT_TRUE(slots.take(SlotId(0)));
+  EXPECT_FALSE(slots.take(SlotId(0))) << "it is in use";
+  EXPECT_TRUE(slots.take(SlotId(3)));
+  EXPECT_FALSE(slots.take(SlotId(5)));
+  EXPECT_FALSE(slots.take(SlotId(-1)));
+  EXPECT_EQ(slots.num_free(), 3);
+  EXPECT_EQ(slots.allocate(), SlotId(1)) << "the others keep their order";
+  EXPECT_EQ(slots.allocate(), SlotId(2));
+  slots.set_limit(4, device());
+  EXPECT_FALSE(slots.take(SlotId(4)));
+}
+
 TEST(SlotAllocator, an_empty_allocator_has_nothing_free) {
   SlotAllocator slots(0);
   EXPECT_EQ(slots.num_free(), 0);

@@ -1,0 +1,213 @@
+// Recorded calls that need a setting of their own: sizes and statistics, prefetches of more than a
+// batch. operation_replay_test.cpp has random ones.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "helicore/core/error.h"
+#include "helicore/kv/introspection.h"
+#include "helicore/kv/operation_log.h"
+#include "helicore/kv/operation_replay.h"
+#include "helicore/kv/state_digest.h"
+#include "kv/fake_device.h"
+#include "kv/kv_configs.h"
+
+namespace helicore::kv::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Two pool groups, a level below, and targets after every closed sequence.
+KVCacheManagerConfig config_of_two_groups() {
+  KVCacheManagerConfig config = attention_config(4, 64);
+  config.layers.push_back(AttentionLayerConfig{
+      .layer_id = 1, .buffers = {{"latent", 8 * 1024}}, .sliding_window_size = 8});
+  config.cache_tiers = {HostCacheTierConfig{256 << 10}, HostCacheTierConfig{512 << 10}};
+  config.rebalance_target_ratio_update_interval = 1;
+  config.rebalance_min_sampled_kv_caches = 1;
+  config.rebalance_cooldown_secs = 0;
+  config.rebalance_ratio_threshold = 1.01;
+  return config;
+}
+
+struct Machine {
+  FakeDevice* device = nullptr;
+  std::unique_ptr<KVCacheManager> manager{};
+};
+
+Machine make_machine(const KVCacheManagerConfig& config) {
+  auto device = std::make_unique<FakeDevice>(FakeOptions{.type = DeviceType::kCpu});
+  device->set_grain(512);
+  FakeDevice* fake = device.get();
+  return {fake, std::make_unique<KVCacheManager>(config, std::move(device))};
+}
+
+void run_sequence(KVCacheManager& manager, int32_t length, std::optional<int64_t> id = {}) {
+  auto cache = manager.create_kv_cache({.id = id});
+  ASSERT_TRUE(cache->resume());
+  ASSERT_TRUE(cache->resize(length, length - 1));
+  cache->commit(iota_tokens(length - 1), true);
+}
+
+OperationLog log_of(KVCacheManager& manager) {
+  return OperationLog::parse(manager.stop_recording().bytes);
+}
+
+void expect_same(const OperationLog& log, KVCacheManager& manager) {
+  Replayer replayer(log, {.check_every = 1});
+  const auto report = replayer.run();
+  EXPECT_FALSE(report.difference.has_value()) << describe(report);
+  EXPECT_EQ(sizes_digest(Introspection::state(replayer.manager())),
+            sizes_digest(Introspection::state(manager)));
+  EXPECT_EQ(replayer.manager().pool_ratios(), manager.pool_ratios());
+}
+
+void erase_field(OperationLog& log, OperationField field) {
+  for (Operation& operation : log.operations) {
+    std::erase_if(operation.entries, [&](const auto& entry) { return entry.field == field; });
+  }
+}
+
+TEST(RecordedCalls, a_level_that_shrinks_behind_copies_goes_the_same_steps_again) {
+  Machine machine = make_machine(config_of_two_groups());
+  KVCacheManager& manager = *machine.manager;
+  manager.start_recording({.state_every = 1});
+  run_sequence(manager, 100);
+  const int64_t quota = manager.quota(kHotLevel);
+  EXPECT_FALSE(manager.resize(kHotLevel, quota / 4, true).done) << "copies are under way";
+  EXPECT_GT(machine.device->num_pending(), 0);
+  (void)manager.maintain(2);
+  EXPECT_TRUE(manager.is_resizing());
+  (void)machine.device->run_all();
+  while (manager.is_resizing()) {
+    (void)manager.maintain(2);
+    (void)machine.device->run_all();
+  }
+  EXPECT_TRUE(manager.resize(kHotLevel, quota).done);
+  EXPECT_TRUE(manager.resize(1, quota).done) << "waits for its copies";
+  OperationLog log = log_of(manager);
+  expect_same(log, manager);
+  erase_field(log, OperationField::kGaveBack);
+  const auto report = Replayer(log).run();
+  ASSERT_TRUE(report.difference.has_value()) << "here no copy is under way";
+  EXPECT_THAT(report.difference->operation, HasSubstr("KVCacheManager.resize(level=0, quota="));
+}
+
+TEST(RecordedCalls, memory_that_was_not_to_be_had_is_not_had_again) {
+  Machine machine = make_machine(config_of_two_groups());
+  KVCacheManager& manager = *machine.manager;
+  manager.start_recording({.state_every = 1});
+  machine.device->inject(FakeFault::kAllocation, 1);
+  EXPECT_THROW((void)manager.resize(kHotLevel, 2 * manager.quota(kHotLevel)), OutOfMemory);
+  run_sequence(manager, 50);
+  const OperationLog log = log_of(manager);
+  EXPECT_THAT(describe(log.operations[0]), HasSubstr("had_memory=0"));
+  expect_same(log, manager);
+}
+
+TEST(RecordedCalls, an_adjustment_follows_the_same_traffic) {
+  for (const bool anonymise : {false, true}) {
+    SCOPED_TRACE(anonymise);
+    Machine machine = make_machine(config_of_two_groups());
+    KVCacheManager& manager = *machine.manager;
+    machine.device->set_automatic(true);
+    int64_t now = 7;
+    Introspection::state(manager).now_ns = [&] { return now; };
+    manager.mark_stats_excluded(700);  // before the log begins: it begins with it
+    manager.start_recording({.state_every = 1, .anonymise = anonymise});
+    manager.mark_stats_excluded(1);
+    run_sequence(manager, 9);
+    run_sequence(manager, 140, 700);
+    run_sequence(manager, 9);
+    run_sequence(manager, 150);
+    now += 1000;
+    EXPECT_TRUE(manager.adjust());
+    while (manager.is_resizing()) (void)manager.maintain(3);
+    run_sequence(manager, 60, 1);
+    const OperationLog log = log_of(manager);
+    EXPECT_EQ(log.operations[0].kind, OperationKind::kExcludeStats);
+    EXPECT_EQ(log.operations[0].get(OperationField::kId), anonymise ? -1 : 700);
+    expect_same(log, manager);
+    // An id that was not excluded teaches other lengths.
+    OperationLog other = log;
+    std::erase_if(other.operations, [](const Operation& operation) {
+      return operation.kind == OperationKind::kExcludeStats;
+    });
+    EXPECT_TRUE(Replayer(other).run().difference.has_value());
+  }
+}
+
+// Pages of 20 MiB, of which a batch has two.
+TEST(RecordedCalls, a_prefetch_in_batches_is_polled_and_cancelled_as_recorded) {
+  KVCacheManagerConfig config = attention_config(4, 3, 1, int64_t{5} << 20);
+  config.cache_tiers.push_back(
+      HostCacheTierConfig{2 * quota_of(config.cache_tiers[0])});  // room for pages in passing
+  KVCacheManager manager(config);
+  manager.start_recording({.state_every = 1});
+  auto cache = manager.create_kv_cache();
+  ASSERT_TRUE(cache->resume());
+  ASSERT_TRUE(cache->resize(12));
+  cache->commit(iota_tokens(12));
+  cache->suspend();
+  const auto push_down = [&] {
+    auto other = manager.create_kv_cache();
+    ASSERT_TRUE(other->resume());
+    ASSERT_TRUE(other->resize(12));
+  };
+  push_down();
+  PrefetchTicket ticket = cache->prefetch();
+  while (!ticket.is_done()) {
+  }
+  EXPECT_TRUE(ticket.is_complete());
+  push_down();
+  ticket = cache->prefetch();
+  ticket.cancel();
+  while (!ticket.is_done()) {
+  }
+  EXPECT_FALSE(ticket.is_complete());
+  OperationLog log = log_of(manager);
+  expect_same(log, manager);
+  const auto count = [&](OperationKind kind) {
+    return std::count_if(log.operations.begin(), log.operations.end(),
+                         [&](const Operation& operation) { return operation.kind == kind; });
+  };
+  EXPECT_EQ(count(OperationKind::kPollPrefetch), 1);
+  EXPECT_EQ(count(OperationKind::kCancelPrefetch), 1);
+  std::erase_if(log.operations, [](const Operation& operation) {
+    return operation.kind == OperationKind::kPollPrefetch;
+  });
+  EXPECT_TRUE(Replayer(log).run().difference.has_value());
+}
+
+TEST(RecordedCalls, a_maintain_with_nothing_to_do_is_not_noted) {
+  KVCacheManager manager(attention_config(4, 8));
+  manager.start_recording({});
+  EXPECT_EQ(manager.maintain(5), 0);
+  EXPECT_TRUE(manager.drain_events().empty()) << "there is no buffer";
+  EXPECT_EQ(manager.stop_recording().num_operations, 0u);
+}
+
+TEST(RecordedCalls, scratch_slots_are_switched_as_recorded) {
+  KVCacheManagerConfig config = attention_config(4, 64);
+  config.layers.push_back(
+      AttentionLayerConfig{.layer_id = 1, .buffers = {{"latent", 4096}}, .sliding_window_size = 8});
+  config.swa_scratch_reuse = SwaScratchReuseConfig{.max_rewind_len = 0};
+  KVCacheManager manager(config);
+  manager.start_recording({.state_every = 1});
+  auto cache = manager.create_kv_cache();
+  ASSERT_TRUE(cache->resume());
+  cache->scratch().set_enabled(false);
+  ASSERT_TRUE(cache->resize(64, 0));
+  EXPECT_THROW(cache->scratch().set_enabled(true), LogicError);
+  cache->close();
+  OperationLog log = log_of(manager);
+  EXPECT_THAT(describe(log.operations[2]),
+              HasSubstr("enable_swa_scratch_reuse(cache=0, is_enabled=0) -> done"));
+  EXPECT_FALSE(Replayer(log).run().difference.has_value());
+  log.operations.erase(log.operations.begin() + 2);
+  EXPECT_TRUE(Replayer(log).run().difference.has_value()) << "else fewer pages are needed";
+}
+
+}  // namespace
+}  // namespace helicore::kv::testing
