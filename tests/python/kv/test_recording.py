@@ -88,6 +88,31 @@ def test_operations_are_described_in_words(log_file: Path) -> None:
         log.describe(15)
 
 
+def test_calls_about_sizes_are_recorded_and_shown(tmp_path: Path) -> None:
+    path = tmp_path / "sizes.ops"
+    manager = make_manager()
+    manager.start_recording(str(path), state_every=1)
+    manager.mark_stats_excluded(7)
+    cache = manager.create_kv_cache()
+    assert cache.resume()
+    assert cache.resize(20)
+    quota = manager.get_quota(0)
+    assert not manager.resize(0, quota // 2, best_effort=True).done
+    assert manager.maintain(4) == 0
+    cache.close()
+    manager.maintain(4)
+    assert not manager.is_resizing
+    assert manager.resize(0, 2 * quota).done
+    assert not manager.adjust()
+    assert manager.stop_recording().problem == ""
+    assert replay_operations(OperationLog.load(str(path)), check_every=1).difference is None
+    shown = CliRunner().invoke(app, ["kv", "show", str(path)]).stdout
+    assert "mark_stats_excluded(id=7) -> done" in shown
+    assert f"KVCacheManager.resize(level=0, quota={quota // 2}, best_effort=1) -> no room" in shown
+    assert "maintain(max_pages=4) -> num_moved=0" in shown
+    assert "adjust() -> started=0" in shown
+
+
 def test_an_anonymised_log_shows_no_token_and_keeps_the_hits() -> None:
     log = OperationLog.parse(record(anonymise=True).data)
     assert log.is_anonymised
