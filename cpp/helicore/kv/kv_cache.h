@@ -230,6 +230,7 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] uint8_t priority_of(int32_t ordinal) const noexcept;
   // The block's pages have been committed: their retention begins.
   void start_retention(NodeId node, int32_t ordinal);
+  void mark_block(int32_t ordinal);  // after a private duplicate
   void raise_above(NodeId node);
   void install_page(const Replacement& replacement);
   void release_block_locked(int32_t ordinal);

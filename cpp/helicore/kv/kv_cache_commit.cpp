@@ -50,6 +50,7 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
   }
   const InsertResult result = state.tree.insert(tail_node_, tokens, shown);
   if (result.outcome == InsertOutcome::kExisting) adopt_block(result.node, ordinal);
+  if (has_duplicate_) mark_block(ordinal);
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     // Kept until now only to be shown.
     if (is_live(ordinal, lc) || page(ordinal, lc).is_null() || !is_active()) continue;
@@ -63,6 +64,12 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
   state.tree.pin(result.node);
   state.tree.unpin(tail_node_);
   tail_node_ = result.node;
+}
+
+void KVCache::mark_block(int32_t ordinal) {
+  for (size_t lc = 0; lc < tables_.size(); ++lc) {
+    if (!page(ordinal, lc).is_null()) state_->store.mark_forked(page(ordinal, lc));
+  }
 }
 
 void KVCache::raise_above(NodeId node) {
@@ -114,6 +121,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
     // A step of another stream that is not done: only the caller can end it.
     const TimePoint filled = store.filled(theirs);
     if (!state_->device->is_waitable(filled) && filled.timeline() != fence().timeline()) {
+      has_duplicate_ = true;
       return false;
     }
     const PageHandle adopted = store.pages().handle(theirs);
@@ -126,7 +134,10 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
     tables_[life_cycle].data[ordinal] = store.page(theirs).slot.value();
     return true;
   }
-  if (mine.hold_count > 1 || mine.node != kNoNode) return false;  // stays a private duplicate
+  if (mine.hold_count > 1 || mine.node != kNoNode) {
+    has_duplicate_ = true;
+    return false;
+  }
   // Theirs is on a colder level: it moves into our slot without a copy.
   state_->note_copy(own, store.pages().handle(theirs));
   store.promote(theirs, own, priority_of(ordinal));
@@ -173,7 +184,9 @@ void KVCache::publish_tail() {
     pages[lc] = own;
     any = true;
   }
-  if (any) raise_above(state_->tree.insert(tail_node_, tail_tokens_, pages).node);
+  if (!any) return;
+  raise_above(state_->tree.insert(tail_node_, tail_tokens_, pages).node);
+  if (has_duplicate_) mark_block(ordinal);
 }
 
 NodeId KVCache::insert_tail_copies() {
@@ -200,6 +213,9 @@ NodeId KVCache::insert_tail_copies() {
     throw;
   }
   const NodeId node = state.tree.insert(tail_node_, tail_tokens_, copies).node;
+  for (size_t lc = 0; lc < tables_.size() && has_duplicate_; ++lc) {
+    if (!copies[lc].is_null()) state.store.mark_forked(copies[lc]);
+  }
   raise_above(node);
   give_up();  // to the tree
   return node;

@@ -44,14 +44,15 @@ class KVCacheFields {
   int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
   CacheStatus status_ = CacheStatus::kSuspended;
   CommitState commit_state_ = CommitState::kAllowed;
-  bool is_plain_ = true;      // full attention only: no block ever becomes stale
-  bool has_failed_ = false;   // last_failure_ is set
-  bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
-  bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
-  bool may_share_ = false;    // forks may hold blocks that are not yet committed here
-  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
-                              // history_length() on ours; whoever else holds them only reads
-  bool in_batch_ = false;     // seen by the batch call that is checking its arguments
+  bool is_plain_ = true;        // full attention only: no block ever becomes stale
+  bool has_failed_ = false;     // last_failure_ is set
+  bool needs_copy_ = false;     // the last block is a shared page, to be copied at the first resume
+  bool needs_state_ = false;    // the recurrent state is still to be made, from state_page_ if any
+  bool may_share_ = false;      // forks may hold blocks that are not yet committed here
+  bool has_duplicate_ = false;  // kept its own page of a block that the tree has from another
+  bool owns_rows_ = false;      // a resize or resume since the last fork or rewind made rows from
+                                // history_length() on ours; whoever else holds them only reads
+  bool in_batch_ = false;       // seen by the batch call that is checking its arguments
   bool is_lost_ = false;
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
   std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block

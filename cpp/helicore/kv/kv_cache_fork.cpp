@@ -101,6 +101,7 @@ KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t>
       is_plain_(parent.is_plain_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
+      has_duplicate_(parent.has_duplicate_),
       retention_(parent.retention_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),

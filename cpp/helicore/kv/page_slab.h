@@ -53,8 +53,8 @@ struct PageRecord {
   uint8_t priority = kPriorityDefault;
   bool queued : 1 = false;  // in an eviction queue
   bool in_use : 1 = false;
-  bool forked : 1 = false;   // was shared before it was committed: a holder need not hold what is
-                             // above it in the tree
+  bool forked : 1 = false;   // a holder need not hold what is above it in the tree: it was shared
+                             // before it was committed, or comes after a private duplicate
   bool marked : 1 = false;   // by the plan in the making
   bool to_copy : 1 = false;  // the plan moves it to its copy, which must stay
   bool useless : 1 = false;  // a window page that can't be part of a match any more: goes first
