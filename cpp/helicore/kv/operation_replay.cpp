@@ -190,6 +190,7 @@ class Replayer::Device final : public CacheDevice {
     return machine_->make_pool(spec);
   }
   void trim() noexcept override { machine_->trim(); }
+  void begin_operation() noexcept override { machine_->begin_operation(); }
   [[nodiscard]] TimePoint record(StreamHandle stream) override { return machine_->record(stream); }
   void wait(StreamHandle stream, std::span<const TimePoint> points) override {
     machine_->wait(stream, points);
