@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/variant.h>
@@ -176,11 +177,54 @@ void bind_prefetch(nb::module_& m) {
       .def_prop_ro("is_complete", &PrefetchTicket::is_complete, "Every page arrived.");
 }
 
+std::vector<LifeCycleId> group_ids(const std::vector<int32_t>& groups) {
+  std::vector<LifeCycleId> ids;
+  for (int32_t group : groups) ids.emplace_back(group);
+  return ids;
+}
+
+void bind_reuse(nb::module_& m) {
+  nb::class_<ReuseStatus>(m, "ReuseStatus",
+                          "What a cache has of a layer group. Of tokens that no later step reads "
+                          "nothing is said.")
+      .def_prop_ro("group_id", [](const ReuseStatus& self) { return self.group.value(); })
+      .def_ro("policy", &ReuseStatus::policy)
+      .def_ro("endpoint", &ReuseStatus::endpoint,
+              "Tokens: where the last covered range ends; 0 without any.")
+      .def_ro("complete", &ReuseStatus::complete,
+              "The group has the rows of all tokens that later steps read.")
+      .def_prop_ro(
+          "coverage",
+          [](const ReuseStatus& self) {
+            std::vector<std::pair<int32_t, int32_t>> ranges;
+            for (const TokenRange& range : self.coverage) {
+              ranges.emplace_back(range.begin, range.end);
+            }
+            return ranges;
+          },
+          "Ranges [begin, end) of tokens whose rows it has, ascending.");
+}
+
+void bind_reuse_of(nb::class_<KVCache>& cls) {
+  cls.def_prop_ro("reuse_status", &KVCache::reuse_status, ReleaseGil(),
+                  "One ReuseStatus per layer group: what creation found, or, once OPTIONAL pages "
+                  "were lost while SUSPENDED, what is there of the history.")
+      .def(
+          "select_optional_reuse",
+          [](KVCache& self, const std::vector<int32_t>& groups) {
+            self.select_optional_reuse(group_ids(groups));
+          },
+          "groups"_a, ReleaseGil(),
+          "Before the first resume: OPTIONAL layer groups that are not named begin with empty "
+          "pages.\n\nRaises ValueError for another group, LogicError after a resume.");
+}
+
 void bind_cache(nb::module_& m) {
   nb::class_<KVCache> cls(m, "KVCache",
                           "The pages of one sequence; made by KVCacheManager.create_kv_cache().\n\n"
                           "SUSPENDED -> resume() -> ACTIVE -> suspend() -> SUSPENDED; close() from "
                           "both. One thread at a time may drive it.");
+  bind_reuse_of(cls);
   cls.def("resume", &KVCache::resume, "stream"_a = nb::none(), ReleaseGil(),
           "Lock the pages and fill the page tables. False when there is no room (last_failure).")
       .def("prefetch", &KVCache::prefetch, "level"_a = kHotLevel, ReleaseGil(),
@@ -281,6 +325,7 @@ void bind_cache(nb::module_& m) {
 void bind_kv_cache(nb::module_& m) {
   bind_prefetch(m);
   bind_planned_drop(m);
+  bind_reuse(m);
   bind_cache(m);
 }
 

@@ -94,6 +94,9 @@ class CacheDevice {
   // Pools that shrink may leave up to 1 GiB with the device for pools that grow next; this gives it
   // to the system.
   virtual void trim() noexcept {}
+  // The manager begins to hold its lock: what the device may do on the caller's thread is counted
+  // from here.
+  virtual void begin_operation() noexcept {}
 
   // A point that is reached once everything submitted to `stream` so far is done. Cheap: calls
   // without new work in between may return the same point. Never blocks.
@@ -117,8 +120,8 @@ class CacheDevice {
   // anything. Never blocks on the copies.
   [[nodiscard]] virtual TimePoint copy(std::span<const CopyTask> tasks,
                                        std::span<const TimePoint> after) = 0;
-  // Copies inside memory of the hot level in the order of `stream`. CPU: done on return. Throws
-  // only before it has started anything.
+  // Copies inside memory of the hot level in the order of `stream`. CPU: done on return, so it is
+  // not to be called under a lock; copy() is. Throws only before it has started anything.
   virtual void copy_on(StreamHandle stream, std::span<const CopyTask> tasks) = 0;
 
   // How many tasks have failed so far; one load.

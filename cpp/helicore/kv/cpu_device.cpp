@@ -104,7 +104,8 @@ TimePoint CpuDevice::copy(std::span<const CopyTask> tasks, std::span<const TimeP
   }
   std::vector<TimePoint> left = tracker_.unreached(after);
   TimePoint done;
-  if (left.empty() && in_memory && num_bytes <= kInlineBytes) {
+  if (left.empty() && in_memory && num_bytes <= inline_bytes_left_) {
+    inline_bytes_left_ -= num_bytes;
     copy_on(0, tasks);
   } else if (tasks.empty() && left.size() == 1) {
     done = left.front();

@@ -15,8 +15,8 @@ namespace helicore::kv {
 // Threads: as CacheDevice says.
 class CpuDevice final : public CacheDevice {
  public:
-  // Batches in memory of at most so many bytes are copied by the caller's thread when nothing has
-  // to be waited for.
+  // Batches in memory are copied by the caller's thread, which holds the manager's lock, when
+  // nothing has to be waited for: so many bytes in an operation at most.
   static constexpr int64_t kInlineBytes = int64_t{256} << 10;
 
   // `io`: what moves bytes to and from files, for num_file_lanes * FileCopies::kRequestsPerLane
@@ -29,6 +29,7 @@ class CpuDevice final : public CacheDevice {
   [[nodiscard]] int64_t grain(CacheTier tier, int64_t quota) const noexcept override;
   [[nodiscard]] std::unique_ptr<MemoryPool> make_pool(const PoolSpec& spec) override;
 
+  void begin_operation() noexcept override { inline_bytes_left_ = kInlineBytes; }
   [[nodiscard]] TimePoint record(StreamHandle stream) override;
   void wait(StreamHandle stream, std::span<const TimePoint> points) override;
   [[nodiscard]] bool reached(TimePoint point) const noexcept override;
@@ -56,7 +57,8 @@ class CpuDevice final : public CacheDevice {
   Timelines timelines_;
   PointTracker tracker_{timelines_};
   CopyCounters counters_;
-  CopyEngine engine_;  // last: its threads end first
+  int64_t inline_bytes_left_ = kInlineBytes;  // of this operation
+  CopyEngine engine_;                         // last: its threads end first
 };
 
 // What every device checks of a task. Throws InvalidArgument.

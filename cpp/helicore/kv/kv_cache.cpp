@@ -45,10 +45,11 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   pages_.resize(static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
   reserve_amortised(state.caches, state.caches.size() + 1);
+  if (state.has_optional) missing_.reserve(pages_.size());
 
   // Nothing fails from here on.
   num_blocks_ = num_blocks;
-  num_reused_ = num_committed_ = history_length_ = capacity_ = matched;
+  num_reused_ = known_rows_ = num_committed_ = history_length_ = capacity_ = matched;
   tail_node_ = root;
   for (int32_t b = num_blocks - 1; b >= 0; --b) hold_block(path[static_cast<size_t>(b)], b);
   if (found.ssm_node != kNoNode) {
@@ -79,9 +80,14 @@ void KVCache::hold_block(NodeId node, int32_t ordinal) {
   const uint8_t priority = priority_of(ordinal);
   int coldest = kHotLevel;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
-    if (state.is_ssm(lc) || shown[lc] == kNoPage) continue;
+    if (state.is_ssm(lc) || stale(lc, history_length_).contains(ordinal)) continue;
+    if (shown[lc] == kNoPage || state.store.page(shown[lc]).num_tokens < num_tokens) {
+      if (state.life_cycle(lc).policy == ReusePolicy::kOptional) {
+        missing_.add(lc, rows_of(ordinal));
+      }
+      continue;
+    }
     const PageRecord& record = state.store.page(shown[lc]);
-    if (record.num_tokens < num_tokens || stale(lc, history_length_).contains(ordinal)) continue;
     coldest = std::max(coldest, int{record.level});
     state.store.hold(shown[lc], priority);
     LifeCycleStats& stats = state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))];
@@ -113,7 +119,7 @@ bool KVCache::resume(std::optional<int64_t> stream) {
     state_->verify();
     if (!resumed) return false;
   }
-  return finish_waits(state_->stats.failed_resumes);
+  return finish_resume();
 }
 
 void KVCache::suspend() {
@@ -164,11 +170,14 @@ void KVCache::stop_committing() {
   if (auto* sink = recording(state_)) return recorded::stop_committing(*sink, *this);
   HELICORE_KV_STATE(status_ != CacheStatus::kClosed, "kv.stop_committing", "cache ", id_,
                     " is CLOSED");
-  const std::unique_lock lock(state_->mutex);
-  state_->begin_operation();
-  state_->tree.reserve_nodes(2);
-  stop_committing_locked(false);
-  state_->verify();
+  {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    state_->tree.reserve_nodes(2);
+    stop_committing_locked(false);
+    state_->verify();
+  }
+  if (is_active()) flush_waits();
 }
 
 void KVCache::close() {
@@ -203,14 +212,36 @@ void KVCache::flush_waits() {
 }
 
 bool KVCache::finish_waits(uint64_t& failure_counter) {
-  if (auto* sink = noting(*state_)) sink->next_stage();
-  flush_waits();
-  if (!state_->has_new_failures()) return true;
+  if (!look_after_waits()) return true;
   const std::unique_lock lock(state_->mutex);
   state_->begin_operation();
   if (!is_lost_) return true;
   suspend_locked();
   return fail({.data_lost = true}, failure_counter);
+}
+
+bool KVCache::look_after_waits() {
+  if (auto* sink = noting(*state_)) sink->next_stage();
+  flush_waits();
+  // Another thread may have taken the failure in.
+  return is_lost_ || state_->has_new_failures();
+}
+
+bool KVCache::finish_resume() {
+  while (look_after_waits()) {
+    const std::unique_lock lock(state_->mutex);
+    state_->begin_operation();
+    if (!is_lost_) return true;
+    suspend_locked();
+    if (lost_required()) return fail({.data_lost = true}, state_->stats.failed_resumes);
+    // NOTE: nothing was started on the pages yet. Each turn lets go of one at least.
+    is_lost_ = false;
+    look_for_lost_pages();
+    const bool resumed = resume_locked(stream_);
+    state_->verify();
+    if (!resumed) return false;
+  }
+  return true;
 }
 
 KVCache::Cursors KVCache::check_resize(std::optional<int64_t> capacity,

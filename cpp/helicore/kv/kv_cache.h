@@ -17,6 +17,7 @@
 #include "helicore/kv/prefetch.h"
 #include "helicore/kv/rebalance.h"
 #include "helicore/kv/retention.h"
+#include "helicore/kv/reuse_status.h"
 #include "helicore/kv/scratch.h"
 #include "helicore/kv/timeline.h"
 #include "helicore/kv/types.h"
@@ -126,6 +127,14 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] const std::vector<int32_t>& cached_tokens_by_level() const noexcept {
     return reused_by_level_;
   }
+  // What creation found for each layer group. A page of an OPTIONAL group that is lost while the
+  // cache is suspended does not keep it from being resumed: it gets an empty page in its place, and
+  // from then on this tells what all groups have of the history at that time. Empty when closed.
+  [[nodiscard]] std::vector<ReuseStatus> reuse_status() const;
+  // Before the first resume: of the OPTIONAL groups only `groups` keep what was found for them, the
+  // others begin with empty pages. Without this call all keep it. Throws InvalidArgument for
+  // another group, LogicError after a resume; nothing changed.
+  void select_optional_reuse(std::span<const LifeCycleId> groups);
   // Slot of the recurrent state; BAD while not active or without one.
   [[nodiscard]] int32_t ssm_base_index() const;
   // Pages of the cache were lost by a failed copy: it can only be closed.
@@ -188,6 +197,8 @@ class KVCache : private KVCacheFields {
   [[nodiscard]] std::optional<NoRoom> make_room_to_resume(bool keep_sources);
   [[nodiscard]] bool resume_locked(std::optional<int64_t> stream);
   void lock_pages();
+  // Copies of forks that still read the pages which are written next.
+  void wait_for_readers();
   // What others read of our pages comes after what our stream has by now.
   void set_written_locked();
   void suspend_locked();
@@ -202,6 +213,8 @@ class KVCache : private KVCacheFields {
   // Shows the committed part of the last block: copies of its pages, or the pages themselves.
   [[nodiscard]] NodeId insert_tail_copies();
   [[nodiscard]] NodeId tail_node_with_own_pages();
+  // Others may find the block's page of the group.
+  [[nodiscard]] bool may_show(int32_t ordinal, size_t life_cycle) const noexcept;
   [[nodiscard]] bool is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept;
   void close_locked();
   void pump_prefetch();
@@ -236,7 +249,15 @@ class KVCache : private KVCacheFields {
   void release_block_locked(int32_t ordinal);
   void release_page(int32_t ordinal, size_t life_cycle);
   void release_state();
-  void look_for_lost_pages() noexcept;
+  void look_for_lost_pages();
+  // A page that is lost belongs to a group that is not OPTIONAL, or is the recurrent state.
+  [[nodiscard]] bool lost_required() const noexcept;
+  // Of history.
+  [[nodiscard]] TokenRange rows_of(int32_t ordinal) const noexcept;
+  // Suspended: the group's rows of the block are missing from now on.
+  void forget_optional(int32_t ordinal, size_t life_cycle);
+  // None of the block's tokens is missing in the group.
+  [[nodiscard]] bool has_all_rows(int32_t ordinal, size_t life_cycle) const noexcept;
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
@@ -252,6 +273,10 @@ class KVCache : private KVCacheFields {
   // Without the lock: the stream waits for what the last operation has started. False when data
   // were lost on the way; the cache is suspended then.
   [[nodiscard]] bool finish_waits(uint64_t& failure_counter);
+  // The stream waits; true when data may have been lost on the way.
+  [[nodiscard]] bool look_after_waits();
+  // The same after a resume: what OPTIONAL groups lost is left out, and the resume goes on.
+  [[nodiscard]] bool finish_resume();
   void flush_waits();
 
   [[nodiscard]] HalfOpenRange<int32_t> stale(size_t life_cycle, int32_t history) const noexcept;

@@ -43,7 +43,7 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
   shown.assign(tables_.size(), PageHandle());
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     const PageHandle own = page(ordinal, lc);
-    if (own.is_null() || state.life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
+    if (own.is_null() || !may_show(ordinal, lc)) continue;
     if (is_live(ordinal, lc)) state.store.set_written(own.id, fence());
     shown[lc] = own;
     ++state.life_cycle_stats[LifeCycleId(static_cast<int32_t>(lc))].committed_pages;
@@ -110,7 +110,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   if (theirs == own.id) return false;  // a fork showed the page that we share
   const PageRecord& mine = store.page(own.id);
   if (theirs == kNoPage || store.page(theirs).num_tokens < tokens_per_block_) {
-    if (mine.node == kNoNode) {
+    if (mine.node == kNoNode && has_all_rows(ordinal, life_cycle)) {
       (void)state_->tree.attach(node, LifeCycleId(static_cast<int32_t>(life_cycle)), own,
                                 tokens_per_block_);
     }
@@ -131,6 +131,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
     store.unlock(own, fence());
     store.unhold(own);
     own = adopted;
+    missing_.remove(life_cycle, rows_of(ordinal));
     tables_[life_cycle].data[ordinal] = store.page(theirs).slot.value();
     return true;
   }
@@ -142,6 +143,7 @@ bool KVCache::adopt_page(NodeId node, int32_t ordinal, size_t life_cycle) {
   state_->note_copy(own, store.pages().handle(theirs));
   store.promote(theirs, own, priority_of(ordinal));
   own = store.pages().handle(theirs);
+  missing_.remove(life_cycle, rows_of(ordinal));
   return true;
 }
 
@@ -179,7 +181,7 @@ void KVCache::publish_tail() {
   bool any = false;
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     const PageHandle own = page(ordinal, lc);
-    if (own.is_null() || state_->life_cycle(lc).policy == ReusePolicy::kPrivate) continue;
+    if (own.is_null() || !may_show(ordinal, lc)) continue;
     if (is_live(ordinal, lc)) state_->store.set_written(own.id, fence());
     pages[lc] = own;
     any = true;
@@ -222,8 +224,12 @@ NodeId KVCache::insert_tail_copies() {
 }
 
 bool KVCache::is_tail_copied(int32_t ordinal, size_t life_cycle) const noexcept {
-  return is_live(ordinal, life_cycle) &&
-         state_->life_cycle(life_cycle).policy != ReusePolicy::kPrivate;
+  return is_live(ordinal, life_cycle) && may_show(ordinal, life_cycle);
+}
+
+bool KVCache::may_show(int32_t ordinal, size_t life_cycle) const noexcept {
+  return state_->life_cycle(life_cycle).policy != ReusePolicy::kPrivate &&
+         has_all_rows(ordinal, life_cycle);
 }
 
 bool KVCache::snapshot_state(bool may_move) {
@@ -262,7 +268,9 @@ bool KVCache::snapshot_state(bool may_move) {
     ++state.stats.skipped_snapshots;
     return false;
   }
-  if (is_active()) state.store.set_written(snapshot.id, fence());
+  // A copy on a CPU is there at its own point, whatever the stream does.
+  const bool in_stream = moves || state.device->type() != DeviceType::kCpu;
+  if (is_active() && in_stream) state.store.set_written(snapshot.id, fence());
   const int32_t position =
       is_aligned ? tokens_per_block_ : static_cast<int32_t>(tail_tokens_.size());
   if (node != kNoNode) (void)state.tree.attach(node, *state.ssm, snapshot, position);

@@ -54,7 +54,7 @@ void KVCache::check_rewind(const char* where, int32_t num_tokens) const {
 bool KVCache::truncate_within_blocks(int32_t num_tokens) noexcept {
   if (ceil_div(num_tokens, tokens_per_block_) != num_blocks_) return false;
   const int32_t history = std::min(history_length_, num_tokens);
-  if (makes_stale(history)) return false;
+  if (makes_stale(history) || (state_->has_optional && history < history_length_)) return false;
   owns_rows_ = owns_rows_ && history == history_length_;
   capacity_ = num_tokens;
   history_length_ = history;
@@ -77,6 +77,8 @@ void KVCache::truncate_locked(int32_t num_tokens) {
   }
   capacity_ = num_tokens;
   history_length_ = history;
+  known_rows_ = std::min(known_rows_, history);
+  missing_.cut(history);
 }
 
 std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
@@ -101,13 +103,19 @@ KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t>
       is_plain_(parent.is_plain_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
+<<<<<<< HEAD
       has_duplicate_(parent.has_duplicate_),
+=======
+      was_resumed_(parent.was_resumed_),
+>>>>>>> b912512d70e04aa4c8289bf78ff3f64df19ae378
       retention_(parent.retention_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
       id_(id.value_or(state_->next_id)),
       serial_(state_->next_id),
       num_reused_(parent.num_reused_),
+      known_rows_(parent.known_rows_),
+      missing_(parent.missing_),
       reused_by_level_(parent.reused_by_level_),
       scope_(parent.scope_) {}
 
@@ -247,8 +255,11 @@ void KVCache::copy_blocks_locked(int32_t end) {
 }
 
 void KVCache::copy_page(PageHandle from, PageHandle to) {
-  state_->note_copy(from, to);
-  state_->store.copy_page(from, to, device_stream());
+  const bool is_load = state_->store.page(from.id).level != kHotLevel;
+  if (!is_load) state_->note_copy(from, to);
+  const TimePoint done = state_->store.copy_page(from, to, device_stream());
+  if (is_load) state_->note_load(from, to, done);
+  wait_for(done);
 }
 
 void KVCache::install_page(const Replacement& replacement) {

@@ -343,7 +343,7 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
   }
   for (size_t i = 0; i < caches.size(); ++i) {
     if (results[i] == 0) continue;
-    results[i] = caches[i]->finish_waits(state_->stats.failed_resumes) ? 1 : 0;
+    results[i] = caches[i]->finish_resume() ? 1 : 0;
   }
   if (error) std::rethrow_exception(error);
 }

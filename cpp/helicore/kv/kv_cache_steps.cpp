@@ -24,7 +24,10 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   if (const auto reason = make_room_to_resize(cursors, num_blocks)) {
     return fail(*reason, state.stats.failed_resizes);
   }
-  if (may_share_) copy_blocks_locked(std::min(num_blocks, num_blocks_));
+  if (may_share_) {
+    copy_blocks_locked(std::min(num_blocks, num_blocks_));
+    wait_for_readers();
+  }
   // The state is written in place, and forks may still copy from it. Rows of blocks don't care:
   // those that a fork reads are not written again.
   if (!state_page_.is_null()) wait_for(state.store.last_use(state_page_.id));
@@ -45,6 +48,19 @@ bool KVCache::resize_locked(const Cursors& cursors) {
   lengths_.add(capacity_, history_length_);
   forget_failure();
   return true;
+}
+
+void KVCache::wait_for_readers() {
+  // A GPU may copy rows that are being written: nobody reads those of the copy. For threads of a
+  // CPU that is a race.
+  if (state_->device->type() != DeviceType::kCpu) return;
+  for (int32_t b = history_length_ / tokens_per_block_; b < num_blocks_; ++b) {
+    for (size_t lc = 0; lc < tables_.size(); ++lc) {
+      if (page(b, lc).is_null()) continue;
+      const TimePoint use = state_->store.last_use(page(b, lc).id);
+      if (!use.is_none() && state_->device->is_waitable(use)) wait_for(use);
+    }
+  }
 }
 
 int32_t KVCache::count_growth(size_t life_cycle, const Cursors& cursors) const {
@@ -269,7 +285,7 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
   if (stream) stream_ = stream;
   if (needs_copy_ || may_share_ || needs_state_) copy_blocks_locked(num_blocks_);
   status_ = CacheStatus::kActive;
-  owns_rows_ = true;
+  was_resumed_ = owns_rows_ = true;
   lock_pages();
   forget_failure();
   ++state.num_active;
@@ -295,6 +311,7 @@ void KVCache::lock_pages() {
       tables_[lc].data[b] = store.page(handle.id).slot.value();
     }
   }
+  wait_for_readers();
   scratch_.fill(cursors());
   if (state_page_.is_null()) return;
   store.lock(state_page_);
@@ -359,13 +376,6 @@ void KVCache::close_locked() {
     table.is_external = false;
   }
   unregister();
-}
-
-void KVCache::look_for_lost_pages() noexcept {
-  const auto is_lost = [&](PageHandle handle) {
-    return !handle.is_null() && state_->store.page(handle.id).lost;
-  };
-  is_lost_ = is_lost_ || is_lost(state_page_) || std::any_of(pages_.begin(), pages_.end(), is_lost);
 }
 
 void KVCache::unregister() noexcept {

@@ -362,6 +362,8 @@ void LevelSizer::finish_if_reached(int level) {
   update_split(level);
   plan(level).transition.reset();
   update_busy();
+  // Until now what one group gave back was for another to take.
+  state_.device->trim();
 }
 
 std::vector<TimePoint> LevelSizer::tail_points(int level) const {

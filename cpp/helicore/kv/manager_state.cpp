@@ -109,6 +109,15 @@ std::vector<LevelSpec> specs_of(const KVCacheManagerConfig& config,
   return specs;
 }
 
+bool is_among(const std::vector<PageHandle>& pages, PageHandle page) {
+  return std::find(pages.begin(), pages.end(), page) != pages.end();
+}
+
+bool any_optional(const LifeCycleRegistry& registry) {
+  return std::any_of(registry.all().begin(), registry.all().end(),
+                     [](const LifeCycle& lc) { return lc.policy == ReusePolicy::kOptional; });
+}
+
 bool any_window(const LifeCycleRegistry& registry) {
   return std::any_of(registry.all().begin(), registry.all().end(),
                      [](const LifeCycle& lc) { return lc.window.has_value(); });
@@ -123,6 +132,7 @@ ManagerState::ManagerState(KVCacheManagerConfig config_in, std::unique_ptr<Cache
       device(device_for(config, std::move(device_in))),
       ssm(registry.ssm_life_cycle_id()),
       has_windows(any_window(registry)),
+      has_optional(any_optional(registry)),
       max_util_ppm(util_ppm(config.max_util_for_resume)),
       slots_per_block(layout.groups().count(), 0),
       scratch_parts(registry.count()),
@@ -190,6 +200,7 @@ std::optional<NoRoom> ManagerState::utilisation_gate() const noexcept {
 
 void ManagerState::begin_operation() {
   fences.clear();
+  device->begin_operation();
   if (auto* passed = recording(this)) passed->saw_unknown_call();
   // NOTE: a device reports a failure before the point is reached, so what has arrived by now is
   // among the failures that are looked for next.
@@ -225,6 +236,11 @@ void ManagerState::note_copy(PageHandle from, PageHandle to) {
   derived.push_back({.from = from, .to = to, .arrival = arrival});
 }
 
+void ManagerState::note_load(PageHandle from, PageHandle to, TimePoint done) {
+  if (device->reached(done) && !has_new_failures()) return;
+  derived.push_back({.from = from, .to = to, .arrival = done, .is_load = true});
+}
+
 TimePoint ManagerState::fence(StreamHandle stream) {
   for (const Fence& known : fences) {
     if (known.stream == stream) return known.point;
@@ -242,11 +258,20 @@ void ManagerState::absorb_failures() {
     const PageHandle handle = failed[i];
     for (const DerivedCopy& copy : derived) {
       if (copy.from == handle) failed.push_back(copy.to);
+      if (copy.is_load && copy.to == handle && !is_among(failed, copy.from)) {
+        failed.push_back(copy.from);
+      }
     }
     if (!store.pages().is_current(handle) || store.page(handle.id).lost) continue;
     ++stats.lost_pages;
     store.set_lost(handle.id);
-    if (store.page(handle.id).node != kNoNode) (void)tree.drop_node(store.page(handle.id).node);
+    const PageRecord& page = store.page(handle.id);
+    if (page.node == kNoNode) continue;
+    // NOTE: work of a GPU may have read the page before the failure was known, and what was
+    // committed on top of it is below its node. A CPU waits for a page before it works.
+    const bool goes_alone = life_cycle(page.life_cycle).policy == ReusePolicy::kOptional &&
+                            device->type() == DeviceType::kCpu;
+    (void)(goes_alone ? tree.drop(handle.id) : tree.drop_node(page.node));
   }
   if (auto* sink = noting(*this)) {
     std::vector<int64_t> lost = {sink->stage(), static_cast<int64_t>(failed.size())};

@@ -56,6 +56,7 @@ struct ManagerState {
   const std::unique_ptr<CacheDevice> device;
   const std::optional<LifeCycleId> ssm;
   const bool has_windows;
+  const bool has_optional;  // life cycles whose reuse is OPTIONAL
   const int64_t max_util_ppm;
   TypedVec<PoolGroupId, int32_t> slots_per_block;  // attention life cycles of each group
   TypedVec<LifeCycleId, Fraction> scratch_parts;   // scratch_fraction() of each
@@ -92,11 +93,13 @@ struct ManagerState {
     TimePoint point;
   };
   std::vector<Fence> fences;  // of this operation
-  // A copy of a page whose own bytes may not have arrived: lost if they are.
+  // A copy of a page whose own bytes may not have arrived: lost if they are. A load is a copy that
+  // brings a page of a colder level up: if it fails, that page can't be read and is lost as well.
   struct DerivedCopy {
     PageHandle from{};
     PageHandle to{};
     TimePoint arrival{};
+    bool is_load = false;
     bool has_arrived = false;
   };
   std::vector<DerivedCopy> derived;
@@ -128,6 +131,8 @@ struct ManagerState {
   // To be called before a page is copied: a failure of `from` that comes to light later concerns
   // `to` as well.
   void note_copy(PageHandle from, PageHandle to);
+  // The same for a copy that reads `from` on a colder level and is there at `done`.
+  void note_load(PageHandle from, PageHandle to, TimePoint done);
   // Pages whose copies have failed leave the tree; their holders see them as lost.
   void absorb_failures();
   [[nodiscard]] bool has_new_failures() const noexcept {

@@ -96,7 +96,94 @@ std::string note_of(const OperationLog& log) {
 
 }  // namespace
 
+<<<<<<< HEAD
 // Answers what the recorded operation was told, and keeps the one that ran last.
+=======
+// Every copy is done when someone asks: what the recorded calls met of a device that was busy, or
+// that failed, comes from the log. Failures of the machine that replays do not count, for nobody
+// reads the bytes.
+class Replayer::Device final : public CacheDevice {
+ public:
+  explicit Device(std::unique_ptr<CacheDevice> machine) : machine_(std::move(machine)) {}
+
+  void set_sink(const OperationSink* sink) noexcept { sink_ = sink; }
+  // For the next operation: stage, count, tags; and again.
+  void prepare(std::vector<int64_t> lost, bool is_held_back) noexcept {
+    lost_ = std::move(lost);
+    is_held_back_ = is_held_back;
+  }
+
+  [[nodiscard]] DeviceType type() const noexcept override { return machine_->type(); }
+  [[nodiscard]] bool supports(CacheTier tier, int level) const noexcept override {
+    return machine_->supports(tier, level);
+  }
+  [[nodiscard]] int64_t grain(CacheTier tier, int64_t quota) const noexcept override {
+    return machine_->grain(tier, quota);
+  }
+  [[nodiscard]] std::unique_ptr<MemoryPool> make_pool(const PoolSpec& spec) override {
+    return machine_->make_pool(spec);
+  }
+  void trim() noexcept override { machine_->trim(); }
+  void begin_operation() noexcept override { machine_->begin_operation(); }
+  [[nodiscard]] TimePoint record(StreamHandle stream) override { return machine_->record(stream); }
+  void wait(StreamHandle stream, std::span<const TimePoint> points) override {
+    machine_->wait(stream, points);
+  }
+  [[nodiscard]] bool reached(TimePoint point) const noexcept override {
+    if (machine_->reached(point)) return true;
+    if (!machine_->is_waitable(point)) return false;
+    machine_->synchronize(point);
+    return true;
+  }
+  [[nodiscard]] bool is_waitable(TimePoint point) const noexcept override {
+    return machine_->is_waitable(point);
+  }
+  void synchronize(TimePoint point) override { machine_->synchronize(point); }
+  [[nodiscard]] TimePoint join(TimePoint a, TimePoint b) override { return machine_->join(a, b); }
+  [[nodiscard]] TimePoint copy(std::span<const CopyTask> tasks,
+                               std::span<const TimePoint> after) override {
+    return machine_->copy(tasks, after);
+  }
+  void copy_on(StreamHandle stream, std::span<const CopyTask> tasks) override {
+    machine_->copy_on(stream, tasks);
+  }
+  [[nodiscard]] uint64_t num_failures() const noexcept override {
+    return num_taken_ + (is_due() ? 1 : 0);
+  }
+  [[nodiscard]] std::vector<uint64_t> take_failures() override {
+    if (!is_due()) return {};
+    ++num_taken_;
+    const auto end =
+        lost_.begin() + 2 + std::clamp<std::ptrdiff_t>(lost_[1], 0, std::ssize(lost_) - 2);
+    const std::vector<uint64_t> tags(lost_.begin() + 2, end);
+    lost_.erase(lost_.begin(), end);
+    return tags;
+  }
+  [[nodiscard]] CopyCounters counters() const override { return machine_->counters(); }
+  [[nodiscard]] int64_t bytes_in_flight() const noexcept override {
+    return is_held_back_ ? INT64_MAX : 0;
+  }
+  [[nodiscard]] StreamHandle make_step_stream() override { return machine_->make_step_stream(); }
+  uint64_t submit_step(StreamHandle stream) override { return machine_->submit_step(stream); }
+  void complete_step(StreamHandle stream, uint64_t step) override {
+    machine_->complete_step(stream, step);
+  }
+
+ private:
+  [[nodiscard]] bool is_due() const noexcept {
+    return lost_.size() >= 2 && sink_ != nullptr && sink_->is_inside() &&
+           sink_->stage() == lost_[0];
+  }
+
+  std::unique_ptr<CacheDevice> machine_;
+  const OperationSink* sink_ = nullptr;
+  std::vector<int64_t> lost_;
+  uint64_t num_taken_ = 0;
+  bool is_held_back_ = false;
+};
+
+// Keeps the operation that ran last.
+>>>>>>> b912512d70e04aa4c8289bf78ff3f64df19ae378
 class Replayer::Sink final : public OperationSink {
  public:
   using OperationSink::OperationSink;

@@ -182,11 +182,14 @@ void PageStore::set_filled(PageId id, TimePoint point) noexcept {
   home(page).filled[static_cast<size_t>(page.slot.value())] = point;
 }
 
-void PageStore::set_written(PageId id, TimePoint point) noexcept {
+void PageStore::set_written(PageId id, TimePoint point) {
   const TimePoint now = filled(id);
   // A copy that the stream made since may come after the point.
   const bool is_later = now.timeline() != point.timeline() || now.value() < point.value();
-  if (!point.is_none() && is_later) set_filled(id, point);
+  if (point.is_none() || !is_later) return;
+  // NOTE: a copy that its owner has yet to wait for is not a part of the stream on a CPU.
+  if (device_.type() == DeviceType::kCpu && !now.is_none()) add_use(id, now);
+  set_filled(id, point);
 }
 
 TimePoint PageStore::last_use(PageId id) const noexcept {

@@ -111,7 +111,7 @@ class PageStore {
   [[nodiscard]] TimePoint filled(PageId id) const noexcept;
   void set_filled(PageId id, TimePoint point) noexcept;
   // The owner's work up to `point` wrote the page.
-  void set_written(PageId id, TimePoint point) noexcept;
+  void set_written(PageId id, TimePoint point);
   // When nobody reads or writes the page's slot any more.
   [[nodiscard]] TimePoint last_use(PageId id) const noexcept;
   void add_use(PageId id, TimePoint point);
@@ -130,9 +130,10 @@ class PageStore {
   // page has one takes that and copies nothing. Pages of one group. Needs room(). Throws what the
   // device throws, with nothing changed.
   void move(std::span<const PageId> pages, int level);
-  // Copies `from`, on any level, into the slot of the hot page `to`, in the order of `stream` when
-  // both are hot.
-  void copy_page(PageHandle from, PageHandle to, StreamHandle stream);
+  // Copies `from`, on any level, into the slot of the hot page `to`: in the order of `stream` when
+  // both are in a GPU, else by the device's threads. Returns what the owner of either has to wait
+  // for before it goes on, none when `stream` says it.
+  TimePoint copy_page(PageHandle from, PageHandle to, StreamHandle stream);
   // `shown` takes over the slot of `own`, a hot private page with the same content and one hold,
   // and keeps its colder one as a copy. `own` is gone; its hold and lock are with `shown`.
   void promote(PageId shown, PageHandle own, uint8_t priority);

@@ -105,27 +105,28 @@ void PageStore::relocate(PageId id, int level, SlotId slot, TimePoint done) {
   requeue(id);
 }
 
-void PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
+TimePoint PageStore::copy_page(PageHandle from, PageHandle to, StreamHandle stream) {
   tasks_.clear();
   after_.clear();
   const PageRecord& source = pages_[from];
   const PageRecord& target = pages_[to];
   add_tasks(home(source), source.slot, home(target), target.slot, to.tag());
-  if (source.level == kHotLevel) {
-    add_after(filled(from.id));
-    add_after(filled(to.id));
-    if (!after_.empty()) device_.wait(stream, after_);
-    device_.copy_on(stream, tasks_);
-    const TimePoint done = device_.record(stream);
-    set_filled(to.id, done);
-    add_use(from.id, done);
-    return;
-  }
   add_after(filled(from.id));
   add_after(filled(to.id));
-  const TimePoint done = device_.copy(tasks_, after_);
+  // NOTE: on a CPU the stream is the caller's thread, which holds the lock here. It must neither
+  // wait nor copy much: the caller waits for the point once the lock is free.
+  const bool in_stream = source.level == kHotLevel && device_.type() != DeviceType::kCpu;
+  TimePoint done;
+  if (in_stream) {
+    if (!after_.empty()) device_.wait(stream, after_);
+    device_.copy_on(stream, tasks_);
+    done = device_.record(stream);
+  } else {
+    done = device_.copy(tasks_, after_);
+  }
   set_filled(to.id, done);
   add_use(from.id, done);
+  return in_stream ? TimePoint() : done;
 }
 
 void PageStore::promote(PageId shown, PageHandle own, uint8_t priority) {

@@ -68,6 +68,7 @@ __all__: list[str] = [
     "ResourceBusyError",
     "RetentionRange",
     "ReuseScope",
+    "ReuseStatus",
     "ScratchDesc",
     "SequencePlan",
     "SlotDescVariant",
@@ -761,6 +762,22 @@ class PlannedDrop:
     @property
     def num_pages(self) -> int: ...
 
+class ReuseStatus:
+    """What a cache has of a layer group. Of tokens that no later step reads nothing is said."""
+    @property
+    def complete(self) -> bool:
+        """The group has the rows of all tokens that later steps read."""
+    @property
+    def coverage(self) -> list[tuple[int, int]]:
+        """Ranges [begin, end) of tokens whose rows it has, ascending."""
+    @property
+    def endpoint(self) -> int:
+        """Tokens: where the last covered range ends; 0 without any."""
+    @property
+    def group_id(self) -> int: ...
+    @property
+    def policy(self) -> AttentionReusePolicy: ...
+
 class KVCache:
     """
     The pages of one sequence; made by KVCacheManager.create_kv_cache().
@@ -799,6 +816,12 @@ class KVCache:
         """
     def resume(self, stream: int | None = None) -> bool:
         """Lock the pages and fill the page tables. False when there is no room (last_failure)."""
+    def select_optional_reuse(self, groups: collections.abc.Sequence[int]) -> None:
+        """
+        Before the first resume: OPTIONAL layer groups that are not named begin with empty pages.
+
+        Raises ValueError for another group, LogicError after a resume.
+        """
     def set_base_page_index_buf(
         self, beam: int, group: int, buf: numpy.typing.NDArray[numpy.int32] | torch.Tensor | None
     ) -> None:
@@ -864,6 +887,9 @@ class KVCache:
     def priority(self) -> int: ...
     @property
     def reuse_scope(self) -> ReuseScope: ...
+    @property
+    def reuse_status(self) -> list[ReuseStatus]:
+        """One ReuseStatus per layer group: what creation found, or, once OPTIONAL pages were lost while SUSPENDED, what is there of the history."""
     @property
     def ssm_base_index(self) -> int:
         """Slot of the recurrent state."""

@@ -78,6 +78,20 @@ TEST_F(CpuDeviceTest, small_copies_are_done_on_return) {
   EXPECT_TRUE(device_->record(0).is_none());
 }
 
+TEST_F(CpuDeviceTest, the_callers_thread_copies_so_much_in_an_operation_and_no_more) {
+  make();
+  const MemoryPool *a = pool(CacheTier::kHostMem), *b = pool(CacheTier::kHostMem);
+  constexpr int64_t kMost = CpuDevice::kInlineBytes;
+  for (int operation = 0; operation < 2; ++operation) {
+    device_->begin_operation();
+    EXPECT_TRUE(copy(b, a, {}, kMost / 2).is_none());
+    EXPECT_TRUE(copy(b, a, {}, kMost / 2).is_none());
+    const TimePoint rest = copy(b, a, {}, 1);
+    EXPECT_FALSE(rest.is_none()) << "others wait for the lock that it holds";
+    device_->synchronize(rest);
+  }
+}
+
 TEST_F(CpuDeviceTest, a_small_copy_waits_for_what_it_comes_after) {
   make();
   const MemoryPool *a = pool(CacheTier::kHostMem), *b = pool(CacheTier::kHostMem);

@@ -21,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 
 #include "helicore/kv/point_tracker.h"
@@ -116,6 +117,11 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
     fault_of(fault).skip = skip;
     fault_of(fault).count = count;
   }
+  // The next task with this tag fails.
+  void set_failing_tag(uint64_t tag) {
+    const std::scoped_lock lock(mutex_);
+    failing_tag_ = tag;
+  }
   void inject_rate(FakeFault fault, double rate) {
     const std::scoped_lock lock(mutex_);
     fault_of(fault).rate = rate;
@@ -150,6 +156,9 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
   }
   // One grain for every tier, so that tests stay small; 0: as real devices.
   void set_grain(int64_t num_bytes) { small_grain_ = num_bytes; }
+
+  void trim() noexcept override { ++num_trims_; }
+  [[nodiscard]] int num_trims() const noexcept { return num_trims_; }
 
   std::unique_ptr<MemoryPool> make_pool(const PoolSpec& spec) override {
     const std::scoped_lock lock(mutex_);
@@ -454,7 +463,8 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
       const int64_t half = task.num_bytes / 2;
       if (batch.slow && !batch.half_done) {
         move_bytes(task, 0, half);
-      } else if (strikes(FakeFault::kFailedTask)) {
+      } else if (failing_tag_ == task.tag || strikes(FakeFault::kFailedTask)) {
+        if (failing_tag_ == task.tag) failing_tag_.reset();
         fail(task);
       } else if (strikes(FakeFault::kTornTask)) {
         move_bytes(task, 0, half);
@@ -538,11 +548,13 @@ class FakeDevice final : public CacheDevice, private FakeUsers {
   std::function<bool()> on_stuck_;
   std::map<Key, std::vector<TimePoint>> order_;  // of unreached points: what they come after
   std::array<Fault, 6> faults_{};
+  std::optional<uint64_t> failing_tag_;
   std::vector<uint64_t> failures_;
   std::atomic<uint64_t> num_failures_{0};
   std::atomic<int64_t> bytes_in_flight_{0};
   CopyCounters counters_;
   int64_t small_grain_ = 0;
+  int num_trims_ = 0;
 };
 
 }  // namespace helicore::kv::testing

@@ -98,6 +98,17 @@ TEST(LevelSizer, best_effort_waits_for_locked_pages_and_hands_out_none_of_the_ta
   EXPECT_FALSE(a->resize(17));
 }
 
+TEST(LevelSizer, what_the_device_keeps_of_a_smaller_level_goes_back_to_the_system) {
+  SizingBench b(sizing_config({8}));
+  auto a = b.start(24, 1);
+  EXPECT_FALSE(b.manager().resize(0, 4 * kUnit, true).done);
+  EXPECT_EQ(b.device().num_trims(), 0) << "not while other groups may take it";
+  a->close();
+  (void)b.manager().maintain(100);
+  EXPECT_FALSE(b.manager().is_resizing());
+  EXPECT_EQ(b.device().num_trims(), 1);
+}
+
 TEST(LevelSizer, a_suspended_cache_moves_into_lower_slots_with_its_bytes) {
   SizingBench b(sizing_config({8}));
   auto a = b.start(16, 1);

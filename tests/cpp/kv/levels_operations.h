@@ -217,12 +217,8 @@ class LevelsWorld final : public LevelsUpkeep {
   }
 
   bool resume_as(Sequence& s, bool may_change_stream) {
-    std::vector<std::pair<LifeCycleId, int32_t>> fresh;  // pages that the match did not bring
     const auto pages = Introspection::pages(*s.cache);
-    const size_t lcs = manager_.num_layer_groups();
-    for (size_t i = 0; i < pages.size(); ++i) {
-      if (pages[i].is_null()) fresh.push_back({LifeCycleId(int32_t(i % lcs)), int32_t(i / lcs)});
-    }
+    const std::vector<PageHandle> before(pages.begin(), pages.end());
     StreamHandle stream = s.stream;
     if (may_change_stream && !streams_.empty()) stream = streams_[static_cast<size_t>(below(3))];
     const StreamHandle old = std::exchange(s.stream, stream);
@@ -231,12 +227,18 @@ class LevelsWorld final : public LevelsUpkeep {
       s.stream = old;
       return false;
     }
-    after_resume(s, fresh);
+    after_resume(s, before);
     return true;
   }
-  void after_resume(Sequence& s, const std::vector<std::pair<LifeCycleId, int32_t>>& fresh) {
+  void after_resume(Sequence& s, const std::vector<PageHandle>& before) {
     std::vector<RowCell> cells;  // what other policies than REQUIRED did not keep is computed again
-    for (const auto& [lc, block] : fresh) {
+    const auto lcs = static_cast<int32_t>(manager_.num_layer_groups());
+    for (size_t i = 0; i < before.size(); ++i) {
+      const LifeCycleId lc(static_cast<int32_t>(i) % lcs);
+      const int32_t block = static_cast<int32_t>(i) / lcs;
+      const bool may_be_empty = manager_.life_cycle(lc).policy == ReusePolicy::kOptional &&
+                                !(Introspection::pages(*s.cache)[i] == before[i]);
+      if (!before[i].is_null() && !may_be_empty) continue;
       const int32_t end = std::min(s.written, (block + 1) * block_);
       engine_.rows(*s.cache, lc, s.lineage, {block * block_, end}, cells);
     }

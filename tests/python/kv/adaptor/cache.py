@@ -19,7 +19,14 @@ from .names import (
 )
 from .stats import Pending
 from .tokens import Tokens, decode, encode
-from .values import HalfOpenRange, LifeCycle, PlannedDropHandle, ReuseScope, ScratchDesc
+from .values import (
+    HalfOpenRange,
+    LifeCycle,
+    PlannedDropHandle,
+    ReuseScope,
+    ReuseStatus,
+    ScratchDesc,
+)
 
 if TYPE_CHECKING:
     from .manager import KVCacheManager
@@ -47,6 +54,7 @@ class _KVCache:
         self._has_digests = False
         self._pending = Pending()
         self._id = native.id
+        self._selected = False  # the choice of optional groups is made at the first resume
         self._copies_on_resume = native.num_reused_tokens % native.tokens_per_block != 0
 
     # ---- states
@@ -62,7 +70,10 @@ class _KVCache:
             if self._manager.reuse_policy(group) != AttentionReusePolicy.OPTIONAL:
                 raise ValueError(f"optional_reuse_groups: layer group {group} is not OPTIONAL")
         with translated():
+            if optional_reuse_groups is not None and not self._selected:
+                self._native.select_optional_reuse(list(optional_reuse_groups))
             resumed = self._native.resume(stream)
+        self._selected = self._selected or resumed
         if resumed and self._copies_on_resume:
             self._copies_on_resume = False
             self._count_copy()
@@ -369,6 +380,20 @@ class _KVCache:
     @property
     def cached_tokens_by_level(self) -> list[int]:
         return self._native.cached_tokens_by_level
+
+    @property
+    def reuse_status(self) -> dict[int, ReuseStatus]:
+        """By layer group."""
+        return {
+            each.group_id: ReuseStatus(
+                each.group_id,
+                each.policy,
+                each.endpoint,
+                each.complete,
+                tuple(HalfOpenRange(*tokens) for tokens in each.coverage),
+            )
+            for each in self._native.reuse_status
+        }
 
     @property
     def reuse_scope(self) -> ReuseScope:

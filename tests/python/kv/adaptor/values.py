@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from helicore import kv
 
-from .names import LogicError, translated
+from .names import AttentionReusePolicy, LogicError, translated
 
 
 class BufferId(NamedTuple):
@@ -40,6 +40,16 @@ class ScratchDesc(NamedTuple):
 
     range: HalfOpenRange
     slot_ids: list[int]
+
+
+class ReuseStatus(NamedTuple):
+    """What a cache has of a layer group."""
+
+    group_id: int
+    policy: AttentionReusePolicy
+    endpoint: int
+    complete: bool
+    coverage: tuple[HalfOpenRange, ...]
 
 
 class ExpandedBuffer(NamedTuple):
