@@ -46,7 +46,6 @@ class KVCacheFields {
   int32_t max_blocks_ = INT32_MAX;  // entries of the shortest caller-owned row
   CacheStatus status_ = CacheStatus::kSuspended;
   CommitState commit_state_ = CommitState::kAllowed;
-<<<<<<< HEAD
   bool is_plain_ = true;        // full attention only: no block ever becomes stale
   bool has_failed_ = false;     // last_failure_ is set
   bool needs_copy_ = false;     // the last block is a shared page, to be copied at the first resume
@@ -56,20 +55,9 @@ class KVCacheFields {
   bool owns_rows_ = false;      // a resize or resume since the last fork or rewind made rows from
                                 // history_length() on ours; whoever else holds them only reads
   bool in_batch_ = false;       // seen by the batch call that is checking its arguments
-  bool is_lost_ = false;
-=======
-  bool is_plain_ = true;      // full attention only: no block ever becomes stale
-  bool has_failed_ = false;   // last_failure_ is set
-  bool needs_copy_ = false;   // the last block is a shared page, to be copied at the first resume
-  bool needs_state_ = false;  // the recurrent state is still to be made, from state_page_ if any
-  bool may_share_ = false;    // forks may hold blocks that are not yet committed here
-  bool owns_rows_ = false;    // a resize or resume since the last fork or rewind made rows from
-                              // history_length() on ours; whoever else holds them only reads
-  bool in_batch_ = false;     // seen by the batch call that is checking its arguments
   bool was_resumed_ = false;
   // Set under the lock, by whoever takes in a failure; looked at without.
   std::atomic<bool> is_lost_{false};
->>>>>>> b912512d70e04aa4c8289bf78ff3f64df19ae378
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
   std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
   LengthMeans lengths_{};             // over its resizes

@@ -103,11 +103,8 @@ KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t>
       is_plain_(parent.is_plain_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
-<<<<<<< HEAD
       has_duplicate_(parent.has_duplicate_),
-=======
       was_resumed_(parent.was_resumed_),
->>>>>>> b912512d70e04aa4c8289bf78ff3f64df19ae378
       retention_(parent.retention_),
       tables_(parent.tables_.size()),
       stream_(parent.stream_),
