@@ -16,6 +16,27 @@ namespace {
 
 constexpr int kMergeThreads = 128;
 constexpr int kMergeSplitThreads = 256;
+constexpr int kFewSplits = 8;
+constexpr int kFewSplitsRank = 512;
+
+// 0 unless `wanted`. A predicate and no branch, so that several loads are under way together.
+__device__ inline float4 load_if(bool wanted, const float* p) {
+  float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+      : "l"(__cvta_generic_to_global(p)), "r"(static_cast<int>(wanted)));
+  return x;
+}
+
+__device__ inline void store_float4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
+__device__ inline void store_float4(__nv_bfloat16* p, float4 x) {
+  *reinterpret_cast<uint2*>(p) = {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
+}
 
 // The first warp turns the (m, l) of a row's splits into weights of the partials; returns the
 // merged (m, l) in every lane. A partial that saw nothing gets weight 0.
@@ -112,6 +133,62 @@ __global__ void __launch_bounds__(kMergeSplitThreads)
   store_float(out + 3, sum.w * inv);
 }
 
+// The same for few splits and R = 512: a warp serves a row and waits for two reads, statistics and
+// partials.
+template <typename QT>
+__global__ void __launch_bounds__(kMergeSplitThreads)
+    merge_few_splits_kernel(const __grid_constant__ MlaDecodeParams p,
+                            const __grid_constant__ SplitOutput partial) {
+  constexpr int kQuads = kFewSplitsRank / 4 / kWarpSize;  // of a lane
+  const int64_t num_rows = p.num_tokens * p.num_heads;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * (kMergeSplitThreads / kWarpSize) + threadIdx.x / kWarpSize;
+#if __CUDA_ARCH__ >= 900
+  wait_for_previous_kernel();
+#endif
+  if (row >= num_rows) return;
+  float2 own = {-INFINITY, 0.0f};  // of split `lane`
+  if (lane < partial.num_splits) {
+    own = *reinterpret_cast<const float2*>(partial.stats + (lane * num_rows + row) * 2);
+  }
+  float m = own.y > 0.0f ? own.x : -INFINITY;
+  for (int o = kWarpSize / 2; o > 0; o /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, o));
+  const float own_weight = own.y > 0.0f ? own.y * exp2f(own.x - m) : 0.0f;
+  const float l = warp_sum(own_weight);
+  float4 x[kFewSplits][kQuads];
+#pragma unroll
+  for (int s = 0; s < kFewSplits; ++s) {
+    const float w = __shfl_sync(0xffffffffu, own_weight, s);
+    const float* const o = partial.o + (s * num_rows + row) * kFewSplitsRank + lane * 4;
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+      x[s][j] = load_if(w != 0.0f, o + j * kWarpSize * 4);  // a partial of weight 0 is never read
+    }
+  }
+  float4 sum[kQuads] = {};
+#pragma unroll
+  for (int s = 0; s < kFewSplits; ++s) {
+    const float w = __shfl_sync(0xffffffffu, own_weight, s);
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+      sum[j] = {fmaf(w, x[s][j].x, sum[j].x), fmaf(w, x[s][j].y, sum[j].y),
+                fmaf(w, x[s][j].z, sum[j].z), fmaf(w, x[s][j].w, sum[j].w)};
+    }
+  }
+  const float inv = l > 0.0f ? 1.0f / l : 0.0f;
+  QT* const out = static_cast<QT*>(p.out) + row * kFewSplitsRank + lane * 4;
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+    store_float4(out + j * kWarpSize * 4,
+                 {sum[j].x * inv, sum[j].y * inv, sum[j].z * inv, sum[j].w * inv});
+  }
+  if (lane == 0 && p.stats != nullptr) {
+    p.stats[row * 2] = m;
+    p.stats[row * 2 + 1] = l;
+  }
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
@@ -141,21 +218,27 @@ __global__ void __launch_bounds__(kMergeThreads)
 }  // namespace
 
 void merge_splits(const MlaDecodeParams& params, const SplitOutput& partial, Stream stream) {
+  const int64_t num_rows = params.num_tokens * params.num_heads;
+  const bool few = partial.num_splits <= kFewSplits && params.cache.kv_lora_rank == kFewSplitsRank;
   const int quads = kMergeSplitThreads / split_lanes(partial.num_splits);
-  const int blocks_a_row = (params.cache.kv_lora_rank / 4 + quads - 1) / quads;
+  constexpr int kRowsOfBlock = kMergeSplitThreads / kWarpSize;
   cudaLaunchAttribute early = {};  // blocks may start while the decode kernel ends
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(params.num_tokens * params.num_heads),
-                        static_cast<unsigned>(blocks_a_row));
+  config.gridDim =
+      few ? dim3(static_cast<unsigned>((num_rows + kRowsOfBlock - 1) / kRowsOfBlock))
+          : dim3(static_cast<unsigned>(num_rows),
+                 static_cast<unsigned>((params.cache.kv_lora_rank / 4 + quads - 1) / quads));
   config.blockDim = dim3(kMergeSplitThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = 1;
   dispatch_float(params.q_dtype, "q", [&](auto element) {
+    using T = decltype(element);
     helicore::cuda::check(
-        cudaLaunchKernelEx(&config, merge_splits_kernel<decltype(element)>, params, partial),
+        few ? cudaLaunchKernelEx(&config, merge_few_splits_kernel<T>, params, partial)
+            : cudaLaunchKernelEx(&config, merge_splits_kernel<T>, params, partial),
         "merge_splits_kernel");
   });
 }

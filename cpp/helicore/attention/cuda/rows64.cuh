@@ -37,6 +37,11 @@ inline constexpr int kSums = kMaxima + 2 * kRows * 4;    // float [2, kRows]
 inline constexpr int kBarriers = kSums + 2 * kRows * 4;  // full [2, 2], empty [2, 2]
 inline constexpr int kSharedBytes = kBarriers + 8 * 8;
 
+// Results wait here for their stores: [kRows] of each group's columns, where its stage was. The
+// pitch keeps the lanes of a store on different banks.
+inline constexpr int kResultRowBytes = kHalfColumns * 4 + 32;
+static_assert(kRows * kResultRowBytes <= kStageBytes);
+
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier : int { kScoresEven = 1, kProbEvenReady, kProbOddReady, kGroup0, kGroup1, kBoth };
 

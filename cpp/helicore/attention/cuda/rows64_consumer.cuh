@@ -276,39 +276,54 @@ struct Consumer {
     finish(1);
   }
 
-  // Normalised rows, or partials, and their (m, l).
+  // Normalised rows, or partials, and their (m, l). They pass through shared memory, so that a warp
+  // stores whole lines.
   __device__ void store(const SplitOutput& partial, int64_t first, int count) {
     float* const sums = reinterpret_cast<float*>(smem + kSums);
+    barrier_sync(kBoth, 2 * kGroupThreads);  // both groups are done with both stages
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      l[i] += __shfl_xor_sync(0xffffffffu, l[i], 1);
-      l[i] += __shfl_xor_sync(0xffffffffu, l[i], 2);
-      if (lane() % 4 == 0) sums[kGroup * kRows + row(i)] = l[i];
-    }
-    barrier_sync(kBoth, 2 * kGroupThreads);
-    const bool split = partial.num_splits > 1;
-    float* const stats = split ? partial.stats : p.stats;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (row(i) >= count) continue;
-      const float total = sums[row(i)] + sums[kRows + row(i)];
-      const float inv = total > 0.0f ? 1.0f / total : 0.0f;
-      const int64_t at = (first + row(i)) * kRank + kGroup * kHalfColumns + lane() % 4 * 2;
+      char* const to = smem + kStagesAt + kGroup * kStageBytes + row(i) * kResultRowBytes;
 #pragma unroll
       for (int j = 0; j < kHalfColumns / 8; ++j) {
-        const float x = o[j * 4 + i * 2] * inv;
-        const float y = o[j * 4 + i * 2 + 1] * inv;
-        if (split) {
-          *reinterpret_cast<float2*>(partial.o + at + j * 8) = {x, y};
-        } else {
-          *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.out) + at + j * 8) =
-              pack_bf16(x, y);
-        }
+        *reinterpret_cast<float2*>(to + (j * 8 + lane() % 4 * 2) * 4) = {o[j * 4 + i * 2],
+                                                                         o[j * 4 + i * 2 + 1]};
       }
-      if (kGroup == 0 && lane() % 4 == 0 && stats != nullptr) {
-        stats[(first + row(i)) * 2] = m[i];
-        stats[(first + row(i)) * 2 + 1] = total;
+      l[i] += __shfl_xor_sync(0xffffffffu, l[i], 1);
+      l[i] += __shfl_xor_sync(0xffffffffu, l[i], 2);
+      if (lane() % 4 != 0) continue;
+      sums[kGroup * kRows + row(i)] = l[i];
+      if (kGroup == 0) maxima(0)[row(i)] = m[i];
+    }
+    barrier_sync(kBoth, 2 * kGroupThreads);
+    store_columns(partial, first, count, sums);
+  }
+
+  // One of 128 groups of four columns of every second row.
+  __device__ void store_columns(const SplitOutput& partial, int64_t first, int count,
+                                const float* sums) const {
+    const bool split = partial.num_splits > 1;
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+    const int column = thread * 4;
+    const char* const from = smem + kStagesAt + column / kHalfColumns * kStageBytes +
+                             column % kHalfColumns * static_cast<int>(sizeof(float));
+#pragma unroll 4
+    for (int row = kGroup; row < count; row += 2) {
+      const float total = sums[row] + sums[kRows + row];
+      const float inv = total > 0.0f ? 1.0f / total : 0.0f;
+      const float4 x = *reinterpret_cast<const float4*>(from + row * kResultRowBytes);
+      const int64_t at = (first + row) * kRank + column;
+      if (split) {
+        *reinterpret_cast<float4*>(partial.o + at) = {x.x * inv, x.y * inv, x.z * inv, x.w * inv};
+      } else {
+        *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {
+            pack_bf16(x.x * inv, x.y * inv), pack_bf16(x.z * inv, x.w * inv)};
       }
+    }
+    float* const stats = split ? partial.stats : p.stats;
+    if (kGroup == 0 && thread < count && stats != nullptr) {
+      stats[(first + thread) * 2] = maxima(0)[thread];
+      stats[(first + thread) * 2 + 1] = sums[thread] + sums[kRows + thread];
     }
   }
 
