@@ -7,6 +7,7 @@
 #include "casters.h"
 #include "gil.h"
 #include "helicore/attention/mla.h"
+#include "helicore/core/error.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -17,6 +18,11 @@ namespace {
 using OptionalTensor = std::optional<TensorView>;
 
 const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
+
+attention::CacheCoding coding(const char* format, float scale) {
+  return {.format = attention::parse_cache_format(format, "attention.cache_format"),
+          .scale = scale};
+}
 
 int64_t rows_of(const TensorView& t) { return t.ndim > 0 ? t.shape[0] : 0; }
 
@@ -38,7 +44,9 @@ void bind_rows(nb::module_& m) {
       "mla_append",
       [](const TensorView& kv_a, const TensorView& cache, const TensorView& slots,
          int64_t kv_lora_rank, const OptionalTensor& positions, const OptionalTensor& cos_sin,
-         const OptionalTensor& norm_weight, float eps, bool interleaved) {
+         const OptionalTensor& norm_weight, float eps, bool interleaved, const char* cache_format,
+         float cache_scale) {
+        const attention::CacheCoding rows = coding(cache_format, cache_scale);
         ReleaseGilForRows release(rows_of(kv_a));
         attention::mla_append({.kv_a = kv_a,
                                .cache = cache,
@@ -48,11 +56,13 @@ void bind_rows(nb::module_& m) {
                                .cos_sin = pointer(cos_sin),
                                .norm_weight = pointer(norm_weight),
                                .eps = eps,
-                               .interleaved = interleaved});
+                               .interleaved = interleaved,
+                               .coding = rows});
       },
       "kv_a"_a, "cache"_a, "slots"_a, "kv_lora_rank"_a, "positions"_a = nb::none(),
       "cos_sin"_a = nb::none(), "norm_weight"_a = nb::none(), "eps"_a = 1e-6f,
-      "interleaved"_a = true, "Write latent rows to the cache. See helicore.ops.mla_append.");
+      "interleaved"_a = true, "cache_format"_a = "auto", "cache_scale"_a = 1.0f,
+      "Write latent rows to the cache. See helicore.ops.mla_append.");
   m.def(
       "mla_absorb",
       [](const TensorView& q, const TensorView& w_absorb, const TensorView& fused_q,
@@ -102,12 +112,29 @@ void bind_rows(nb::module_& m) {
       "Merge two partial results. See helicore.ops.merge_states.");
 }
 
+void bind_format(nb::module_& m) {
+  m.def(
+      "cache_row_bytes",
+      [](const char* cache_format, int64_t kv_lora_rank, int64_t rope_dim) {
+        constexpr const char* kWhere = "attention.cache_row_bytes";
+        const auto format = attention::parse_cache_format(cache_format, kWhere);
+        HELICORE_CHECK(format != attention::CacheFormat::kDense, kWhere,
+                       "cache_format must be a quantised one, got auto");
+        attention::check_cache_widths(format, kv_lora_rank, rope_dim, kWhere);
+        return attention::row_bytes(format, kv_lora_rank, rope_dim);
+      },
+      "cache_format"_a, "kv_lora_rank"_a, "rope_dim"_a,
+      "Bytes of a token's row in a quantised format. See helicore.ops.cache_row_bytes.");
+}
+
 void bind_attend(nb::module_& m) {
   m.def(
       "mla_decode",
       [](const TensorView& q, const TensorView& cache, const TensorView& block_table,
          const TensorView& cu_q, const TensorView& kv_len, float scale, const TensorView& out,
-         const OptionalTensor& kv_bound, const OptionalTensor& stats) {
+         const OptionalTensor& kv_bound, const OptionalTensor& stats, const char* cache_format,
+         float cache_scale) {
+        const attention::CacheCoding rows = coding(cache_format, cache_scale);
         ReleaseGilIfLong release(
             attend_ns(q, kv_len, q.ndim == 3 ? 4.0 * static_cast<double>(q.shape[2]) : 0.0));
         attention::mla_decode({.q = q,
@@ -118,17 +145,19 @@ void bind_attend(nb::module_& m) {
                                .scale = scale,
                                .out = out,
                                .kv_bound = pointer(kv_bound),
-                               .stats = pointer(stats)});
+                               .stats = pointer(stats),
+                               .coding = rows});
       },
       "q"_a, "cache"_a, "block_table"_a, "cu_q"_a, "kv_len"_a, "scale"_a, "out"_a,
-      "kv_bound"_a = nb::none(), "stats"_a = nb::none(),
-      "Absorbed paged attention. See helicore.ops.mla_decode.");
+      "kv_bound"_a = nb::none(), "stats"_a = nb::none(), "cache_format"_a = "auto",
+      "cache_scale"_a = 1.0f, "Absorbed paged attention. See helicore.ops.mla_decode.");
   m.def(
       "mla_prefill",
       [](const TensorView& q, const TensorView& cache, const TensorView& block_table,
          const TensorView& cu_q, const TensorView& kv_len, const TensorView& w_uk,
          const TensorView& w_uv, int64_t kv_lora_rank, float scale, const TensorView& out,
-         const OptionalTensor& stats) {
+         const OptionalTensor& stats, const char* cache_format, float cache_scale) {
+        const attention::CacheCoding rows = coding(cache_format, cache_scale);
         ReleaseGilIfLong release(
             attend_ns(q, kv_len, q.ndim == 3 ? 4.0 * static_cast<double>(q.shape[2]) : 0.0));
         attention::mla_prefill({.q = q,
@@ -141,10 +170,11 @@ void bind_attend(nb::module_& m) {
                                 .kv_lora_rank = kv_lora_rank,
                                 .scale = scale,
                                 .out = out,
-                                .stats = pointer(stats)});
+                                .stats = pointer(stats),
+                                .coding = rows});
       },
       "q"_a, "cache"_a, "block_table"_a, "cu_q"_a, "kv_len"_a, "w_uk"_a, "w_uv"_a, "kv_lora_rank"_a,
-      "scale"_a, "out"_a, "stats"_a = nb::none(),
+      "scale"_a, "out"_a, "stats"_a = nb::none(), "cache_format"_a = "auto", "cache_scale"_a = 1.0f,
       "Expanded paged attention. See helicore.ops.mla_prefill.");
   m.def(
       "absorbed_is_cheaper",
@@ -165,6 +195,7 @@ void bind_attend(nb::module_& m) {
 void bind_attention(nb::module_& m) {
   bind_rows(m);
   bind_attend(m);
+  bind_format(m);
 }
 
 }  // namespace helicore::bindings

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -125,6 +126,58 @@ void decode(benchmark::State& state, Shape s, DType dtype, Isa isa) {
       static_cast<double>(requests * kv * (s.rank + s.rope)) * static_cast<double>(size_of(dtype)));
 }
 
+// The same over rows of a quantised format; queries are bfloat16.
+void decode_quantised(benchmark::State& state, Shape s, CacheFormat format, Isa isa) {
+  if (!use_isa(state, isa)) return;
+  const int64_t requests = state.range(0);
+  const int64_t q_len = state.range(1);
+  const int64_t kv = state.range(2);
+  const int64_t row = row_bytes(format, s.rank, s.rope);
+  Batch b = make_batch(requests, q_len, kv);
+  std::vector<uint8_t> cache(static_cast<size_t>(b.num_pages * 64 * row));
+  const TensorView pages = make_view(cache.data(), DType::kUInt8, {b.num_pages, 64, row});
+  Buffer rows = random_buffer(DType::kBFloat16, {b.num_pages * 64, s.rank + s.rope}, 1.0f);
+  std::vector<int64_t> slots(static_cast<size_t>(b.num_pages * 64));
+  std::iota(slots.begin(), slots.end(), 0);
+  mla_append({.kv_a = rows.view,
+              .cache = pages,
+              .slots = make_view(slots.data(), DType::kInt64, {b.num_pages * 64}),
+              .kv_lora_rank = s.rank,
+              .coding = {.format = format}});
+  Buffer q = random_buffer(DType::kBFloat16, {requests * q_len, s.heads, s.rank + s.rope}, 1.0f);
+  Buffer out = random_buffer(DType::kBFloat16, {requests * q_len, s.heads, s.rank}, 0.0f);
+  const MlaDecodeArgs args{.q = q.view,
+                           .cache = pages,
+                           .block_table = b.table_view,
+                           .cu_q = b.cu_q_view,
+                           .kv_len = b.kv_len_view,
+                           .scale = 0.07f,
+                           .out = out.view,
+                           .coding = {.format = format}};
+  for (auto _ : state) mla_decode(args);
+  const double pairs = static_cast<double>(requests * s.heads) * visible_pairs(q_len, kv);
+  set_rates(state, pairs * 2.0 * static_cast<double>(2 * s.rank + s.rope),
+            static_cast<double>(requests * kv * row));
+}
+
+void append_quantised(benchmark::State& state, Shape s, CacheFormat format) {
+  set_isa(detected_isa());
+  const int64_t tokens = state.range(0);
+  const int64_t row = row_bytes(format, s.rank, s.rope);
+  std::vector<uint8_t> cache(static_cast<size_t>((tokens + 63) / 64 * 64 * row));
+  Buffer rows = random_buffer(DType::kBFloat16, {tokens, s.rank + s.rope}, 1.0f);
+  std::vector<int64_t> slots(static_cast<size_t>(tokens));
+  std::iota(slots.begin(), slots.end(), 0);
+  const MlaAppendArgs args{
+      .kv_a = rows.view,
+      .cache = make_view(cache.data(), DType::kUInt8, {(tokens + 63) / 64, 64, row}),
+      .slots = make_view(slots.data(), DType::kInt64, {tokens}),
+      .kv_lora_rank = s.rank,
+      .coding = {.format = format}};
+  for (auto _ : state) mla_append(args);
+  set_rates(state, 0.0, static_cast<double>(tokens * (row + 2 * (s.rank + s.rope))));
+}
+
 void prefill(benchmark::State& state, Shape s, DType dtype, Isa isa) {
   if (!use_isa(state, isa)) return;
   const int64_t requests = state.range(0);
@@ -232,6 +285,28 @@ BENCHMARK_CAPTURE(decode, h128_bf16, kFull, kBf16, Isa::kAvx512Bf16)
     ->UseRealTime();
 BENCHMARK_CAPTURE(decode, h128_f32, kFull, kF32, Isa::kAvx512)->Args({1, 1, 4096})->UseRealTime();
 BENCHMARK_CAPTURE(decode, h128_f32_avx2, kFull, kF32, Isa::kAvx2)
+    ->Args({1, 1, 4096})
+    ->UseRealTime();
+#define HELICORE_BENCH_FORMAT(name, format)                                              \
+  BENCHMARK_CAPTURE(decode_quantised, h1_##name, kOneHead, format, Isa::kAvx512Bf16)     \
+      ->Args({1, 1, 4096})                                                               \
+      ->UseRealTime();                                                                   \
+  BENCHMARK_CAPTURE(decode_quantised, h16_##name, kSmallHeads, format, Isa::kAvx512Bf16) \
+      ->Args({1, 1, 4096})                                                               \
+      ->Args({1, 1, 65536})                                                              \
+      ->UseRealTime();                                                                   \
+  BENCHMARK_CAPTURE(decode_quantised, h16_avx2_##name, kSmallHeads, format, Isa::kAvx2)  \
+      ->Args({1, 1, 4096})                                                               \
+      ->UseRealTime();                                                                   \
+  BENCHMARK_CAPTURE(decode_quantised, h128_##name, kFull, format, Isa::kAvx512Bf16)      \
+      ->Args({1, 1, 4096})                                                               \
+      ->UseRealTime();                                                                   \
+  BENCHMARK_CAPTURE(append_quantised, name, kSmallHeads, format)->Arg(1)->Arg(4096)->UseRealTime()
+HELICORE_BENCH_FORMAT(fp8, CacheFormat::kFp8);
+HELICORE_BENCH_FORMAT(fp8_ds_mla, CacheFormat::kFp8DsMla);
+HELICORE_BENCH_FORMAT(nvfp4, CacheFormat::kNvFp4);
+#undef HELICORE_BENCH_FORMAT
+BENCHMARK_CAPTURE(decode, h16_bf16_avx2, kSmallHeads, kBf16, Isa::kAvx2)
     ->Args({1, 1, 4096})
     ->UseRealTime();
 BENCHMARK_CAPTURE(prefill, tiny_bf16, kTiny, kBf16, Isa::kAvx512Bf16)

@@ -20,6 +20,8 @@ from typing import Any
 from helicore._core import NotSupportedError
 from helicore.checking import describe
 
+QUANTISED_DTYPES = ("fp8", "fp8_ds_mla", "nvfp4")
+"""Formats of cached rows that are not elements of one dtype."""
 _INT32_MAX = 2**31 - 1
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -36,8 +38,7 @@ class FieldError(ValueError):
 def _setting(default: Any, doc: str, *, env: str | None = None, **limits: Any) -> Any:
     """A dataclass field with its documentation, limits and environment variable.
 
-    limits: minimum, maximum (inclusive), above (exclusive minimum), choices (a tuple),
-    unserved (values that are valid but that this version does not serve).
+    limits: minimum, maximum (inclusive), above (exclusive minimum), choices (a tuple).
     """
     metadata = {"doc": doc, "env": env, "default": default, "limits": limits}
     return dataclasses.field(default=default, metadata=metadata)
@@ -146,8 +147,6 @@ def _validate(config: Any) -> None:
         if not _fits(value, kinds, limits):
             allowed = _allowed(kinds, limits)
             raise FieldError(field.name, f"{field.name} must be {allowed}, got {describe(value)}")
-        if value in limits.get("unserved", ()):
-            raise NotSupportedError(f"{field.name}={value!r} is not served by this version")
 
 
 def _refuse_unserved(name: str, value: object, served: str) -> None:
@@ -188,8 +187,7 @@ class KVCacheConfig:
         "auto",
         "Format of cached latent rows; auto is the dtype of the model.",
         env="HELICORE_KV_CACHE_DTYPE",
-        choices=("auto", "float32", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4"),
-        unserved=("fp8", "fp8_ds_mla", "nvfp4"),
+        choices=("auto", "float32", "bfloat16", *QUANTISED_DTYPES),
     )
     gpu_gb: float | None = _setting(
         None,

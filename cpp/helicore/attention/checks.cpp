@@ -1,20 +1,65 @@
 #include "helicore/attention/checks.h"
 
+#include <bit>
+
 #include "helicore/attention/mla.h"
 
 namespace helicore::attention {
 
-MlaCache make_mla_cache(const TensorView& pages, int64_t kv_lora_rank, const char* where) {
+namespace {
+
+// The rope width of rows of `width` elements; checks that the coding can have rows so wide.
+int64_t rope_dim_of(const TensorView& pages, int64_t rank, const CacheCoding& coding,
+                    const char* where) {
+  const int64_t width = pages.size(2);
+  if (coding.format == CacheFormat::kDense) {
+    HELICORE_CHECK(pages.dtype == DType::kBFloat16 || pages.dtype == DType::kFloat32, where,
+                   "cache must be bfloat16 or float32, got ", pages.describe());
+    HELICORE_CHECK(width >= rank && width % 4 == 0, where, "cache rows must hold kv_lora_rank ",
+                   rank, " plus a rope width that is a multiple of 4, got ", pages.describe());
+    return width - rank;
+  }
+  HELICORE_CHECK(pages.dtype == DType::kUInt8, where, "cache must be uint8 in format ",
+                 name_of(coding.format), ", got ", pages.describe());
+  check_cache_widths(coding.format, rank, 0, where);
+  const int64_t per_value = coding.format == CacheFormat::kFp8 ? 1 : 2;
+  const int64_t rest = width - row_bytes(coding.format, rank, 0);
+  HELICORE_CHECK(rest >= 0 && rest % (4 * per_value) == 0, where, "cache rows must have ",
+                 row_bytes(coding.format, rank, 0), " bytes for kv_lora_rank ", rank, " and ",
+                 per_value, " for each value of a rope width that is a multiple of 4 in format ",
+                 name_of(coding.format), ", got ", pages.describe());
+  return rest / per_value;
+}
+
+void check_coding(const MlaCache& cache, const char* where) {
+  if (cache.format == CacheFormat::kDense || cache.format == CacheFormat::kFp8DsMla) {
+    HELICORE_CHECK(cache.scale == 1.0f, where, "cache_scale must be 1 in format ",
+                   name_of(cache.format), ", got ", cache.scale);
+  } else {
+    HELICORE_CHECK(cache.scale >= 0x1p-64f && cache.scale <= 0x1p64f, where,
+                   "cache_scale must be in 2^-64..2^64, got ", cache.scale);
+  }
+  if (cache.format == CacheFormat::kNvFp4) {
+    HELICORE_CHECK((std::bit_cast<uint32_t>(cache.scale) & 0x7fffffu) == 0, where,
+                   "cache_scale must be a power of two in format nvfp4, got ", cache.scale);
+  }
+  if (cache.format != CacheFormat::kDense) {
+    HELICORE_CHECK(reinterpret_cast<uintptr_t>(cache.data) % 4 == 0 && cache.page_stride % 4 == 0,
+                   where, "cache pages must begin at multiples of 4 bytes, got a page stride of ",
+                   cache.page_stride);
+  }
+}
+
+}  // namespace
+
+MlaCache make_mla_cache(const TensorView& pages, int64_t kv_lora_rank, const char* where,
+                        const CacheCoding& coding) {
   nn::check_cpu(pages, where, "cache");
   check_shape(pages, {-1, -1, -1}, where, "cache");
-  HELICORE_CHECK(pages.dtype == DType::kBFloat16 || pages.dtype == DType::kFloat32, where,
-                 "cache must be bfloat16 or float32, got ", pages.describe());
   const int64_t page_size = pages.size(1);
   const int64_t width = pages.size(2);
   check_width(kv_lora_rank, 4, where, "kv_lora_rank");
-  HELICORE_CHECK(width >= kv_lora_rank && width % 4 == 0, where,
-                 "cache rows must hold kv_lora_rank ", kv_lora_rank,
-                 " plus a rope width that is a multiple of 4, got ", pages.describe());
+  const int64_t rope_dim = rope_dim_of(pages, kv_lora_rank, coding, where);
   HELICORE_CHECK(page_size >= 1 && page_size <= (1 << 20), where,
                  "cache page_size must be in 1..1048576, got ", page_size);
   const bool one_page = pages.size(0) <= 1;
@@ -25,11 +70,18 @@ MlaCache make_mla_cache(const TensorView& pages, int64_t kv_lora_rank, const cha
   MlaCache cache;
   cache.data = pages.data;
   cache.dtype = pages.dtype;
+  cache.format = coding.format;
   cache.page_size = static_cast<int32_t>(page_size);
   cache.kv_lora_rank = static_cast<int32_t>(kv_lora_rank);
-  cache.rope_dim = static_cast<int32_t>(width - kv_lora_rank);
+  cache.rope_dim = static_cast<int32_t>(rope_dim);
   cache.num_pages = pages.size(0);
   cache.page_stride = one_page ? page_size * width : pages.stride(0);
+  cache.row_bytes = width * static_cast<int64_t>(size_of(pages.dtype));
+  cache.scale = coding.scale;
+  if (coding.format != CacheFormat::kDense) {
+    cache.layout = cache_layout(coding.format, kv_lora_rank, rope_dim, page_size);
+  }
+  check_coding(cache, where);
   return cache;
 }
 
@@ -92,8 +144,8 @@ RopeTable check_rope(const TensorView* cos_sin, const TensorView* positions, int
   RopeTable rope;
   rope.dim = static_cast<int32_t>(rope_dim);
   rope.interleaved = interleaved;
-  if (cos_sin == nullptr || rope_dim == 0) return rope;
   HELICORE_CHECK(rope_dim <= 1024, where, "the rope width must be at most 1024, got ", rope_dim);
+  if (cos_sin == nullptr || rope_dim == 0) return rope;
   nn::check_plain(*cos_sin, DType::kFloat32, where, "cos_sin");
   check_shape(*cos_sin, {-1, rope_dim}, where, "cos_sin");
   HELICORE_CHECK(positions != nullptr, where, "positions must be given with cos_sin, got None");

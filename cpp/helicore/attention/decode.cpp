@@ -105,7 +105,7 @@ void mla_decode(const MlaDecodeArgs& args) {
   p.num_heads = static_cast<int32_t>(args.q.size(1));
   check_shape(args.out, {p.num_tokens, p.num_heads, -1}, kWhere, "out");
   nn::check_plain(args.out, args.q.dtype, kWhere, "out");
-  p.cache = make_mla_cache(args.cache, args.out.size(2), kWhere);
+  p.cache = make_mla_cache(args.cache, args.out.size(2), kWhere, args.coding);
   check_shape(args.q, {p.num_tokens, p.num_heads, p.cache.width()}, kWhere, "q");
   check_scale(args.scale, kWhere);
   const RaggedBatch batch =

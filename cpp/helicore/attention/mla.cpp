@@ -49,7 +49,7 @@ void run_rope(const TensorView& in, const TensorView& out, const RopeTable& rope
 void mla_append(const MlaAppendArgs& args) {
   constexpr const char* kWhere = "attention.mla_append";
   MlaAppendParams p;
-  p.cache = make_mla_cache(args.cache, args.kv_lora_rank, kWhere);
+  p.cache = make_mla_cache(args.cache, args.kv_lora_rank, kWhere, args.coding);
   nn::check_float_rows(args.kv_a, kWhere, "kv_a");
   check_shape(args.kv_a, {-1, p.cache.width()}, kWhere, "kv_a");
   p.num_tokens = args.kv_a.size(0);

@@ -17,14 +17,15 @@
 
 namespace helicore::attention {
 
-// Describes `pages` [num_pages, page_size, R + dr], bfloat16 or float32; the first dimension may be
-// strided (pages of one layer inside a pool slot). Throws InvalidArgument with `where` as prefix.
+// Describes `pages` [num_pages, page_size, R + dr], bfloat16 or float32, or uint8 [num_pages,
+// page_size, row_bytes] of a quantised format; the first dimension may be strided (pages of one
+// layer inside a pool slot). Throws InvalidArgument with `where` as prefix.
 [[nodiscard]] MlaCache make_mla_cache(const TensorView& pages, int64_t kv_lora_rank,
-                                      const char* where);
+                                      const char* where, const CacheCoding& coding = {});
 
 struct MlaAppendArgs {
   TensorView kv_a;                          // [T, R + dr], bfloat16 or float32; rows may be strided
-  TensorView cache;                         // [num_pages, page_size, R + dr]
+  TensorView cache;                         // [num_pages, page_size, R + dr], or as the coding says
   TensorView slots;                         // [T] int64; -1 = write nothing
   int64_t kv_lora_rank = 0;                 // R
   const TensorView* positions = nullptr;    // [T] int32; needed with cos_sin
@@ -32,8 +33,10 @@ struct MlaAppendArgs {
   const TensorView* norm_weight = nullptr;  // [R]; null: c is copied as it is
   float eps = 1e-6f;
   bool interleaved = true;  // order of the raw k_r (RopeTable)
+  CacheCoding coding = {};
 };
-// RMS norm of c, rope of k_r, write to the slot of each token. Two tokens must not share a slot.
+// RMS norm of c, rope of k_r, write to the slot of each token, quantised where the cache is: from
+// float32, saturating, NaN as 0. Two tokens must not share a slot.
 void mla_append(const MlaAppendArgs& args);
 
 struct MlaAbsorbArgs {
@@ -58,7 +61,7 @@ void rope_q(const TensorView& q, const TensorView& positions, const TensorView& 
 
 struct MlaDecodeArgs {
   TensorView q;                          // [T, H, R + dr], bfloat16 or float32
-  TensorView cache;                      // [num_pages, page_size, R + dr]
+  TensorView cache;                      // [num_pages, page_size, R + dr], or as the coding says
   TensorView block_table;                // [B, max_pages] int32; rows may be strided
   TensorView cu_q;                       // [B + 1] int32, cu_q[0] = 0, cu_q[B] = T
   TensorView kv_len;                     // [B] int32
@@ -66,6 +69,7 @@ struct MlaDecodeArgs {
   TensorView out;                        // [T, H, R], dtype of q, written
   const TensorView* kv_bound = nullptr;  // [T] int32: tokens each query sees; null: causal
   const TensorView* stats = nullptr;     // [T, H, 2] float32, written
+  CacheCoding coding = {};
 };
 // Absorbed attention with packed ragged queries; see MlaDecodeParams.
 void mla_decode(const MlaDecodeArgs& args);
@@ -82,6 +86,7 @@ struct MlaPrefillArgs {
   float scale = 0.0f;
   TensorView out;                     // [T, H * dv], dtype of q, written
   const TensorView* stats = nullptr;  // [T, H, 2] float32, written
+  CacheCoding coding = {};
 };
 // Expanded causal attention of query tokens whose latents, and all before them, are in the cache.
 void mla_prefill(const MlaPrefillArgs& args);

@@ -6,26 +6,33 @@
 //   T query tokens of the step, packed over requests   B requests         H heads
 //   R kv_lora_rank   dr rope width (may be 0)   dn nope width   dv value width   E = R + dr
 // Rows are contiguous in their last dimension. All widths are multiples of 4. Products accumulate
-// in float32. `out`, `fused_q` and `q` have the model's dtype; the cache has its own.
+// in float32. `out`, `fused_q` and `q` have the model's dtype; the cache has its own format
+// (cache_format.h).
 #pragma once
 
 #include <cstdint>
 
+#include "helicore/attention/cache_format.h"
 #include "helicore/core/types.h"
 
 namespace helicore::attention {
 
 // The latent rows of one layer in the KV pool. Row of token slot s: page s / page_size, offset s %
 // page_size; a row is concat(c[R], k_r[dr]), c normalised, k_r rotated and stored half-split (see
-// RopeTable).
+// RopeTable). Of a quantised format `data` is bytes, and `layout` says where a row's parts lie in
+// its page.
 struct MlaCache {
-  void* data = nullptr;            // [num_pages, page_size, E], rows of a page contiguous
-  DType dtype = DType::kBFloat16;  // bfloat16 or float32
-  int32_t page_size = 0;           // tokens of a page
-  int32_t kv_lora_rank = 0;        // R
-  int32_t rope_dim = 0;            // dr
+  void* data = nullptr;  // [num_pages, page_size, E], or [num_pages, page_size * row_bytes]
+  DType dtype = DType::kBFloat16;  // bfloat16 or float32; uint8 of a quantised format
+  CacheFormat format = CacheFormat::kDense;
+  int32_t page_size = 0;     // tokens of a page
+  int32_t kv_lora_rank = 0;  // R
+  int32_t rope_dim = 0;      // dr
   int64_t num_pages = 0;
-  int64_t page_stride = 0;  // elements from page to page, >= page_size * E
+  int64_t page_stride = 0;  // elements of dtype from page to page, >= page_size * E (or row_bytes)
+  int64_t row_bytes = 0;    // of one token
+  float scale = 1.0f;       // of kFp8 and kNvFp4: factor of every code
+  CacheLayout layout;       // of a quantised format
 
   [[nodiscard]] int64_t width() const noexcept { return int64_t{kv_lora_rank} + rope_dim; }
 };

@@ -119,7 +119,7 @@ void mla_prefill(const MlaPrefillArgs& args) {
   HELICORE_CHECK(heads >= 1 && heads <= 4096, kWhere, "q must have 1 to 4096 heads, got ",
                  args.q.describe());
   p.num_heads = static_cast<int32_t>(heads);
-  p.cache = make_mla_cache(args.cache, args.kv_lora_rank, kWhere);
+  p.cache = make_mla_cache(args.cache, args.kv_lora_rank, kWhere, args.coding);
   const int64_t nope_dim = args.q.size(2) - p.cache.rope_dim;
   check_width(nope_dim, 4, kWhere, "nope width (q width - rope width of the cache)");
   p.nope_dim = static_cast<int32_t>(nope_dim);

@@ -5,7 +5,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/core/thread_pool.h"
-#include "helicore/quant/cpu/fp8_kernels.h"
+#include "helicore/quant/cpu/row_kernels.h"
 #include "helicore/quant/formats.h"
 
 namespace helicore::quant {

@@ -6,6 +6,7 @@ import typing
 
 __all__: list[str] = [
     "absorbed_is_cheaper",
+    "cache_row_bytes",
     "cuda_decode_workspace_bytes",
     "cuda_merge_states",
     "cuda_mla_append",
@@ -24,6 +25,9 @@ def absorbed_is_cheaper(
     num_q_tokens: int, kv_len: int, kv_lora_rank: int, nope_dim: int, rope_dim: int, v_dim: int
 ) -> bool:
     """Whether mla_decode costs less than mla_prefill for one request."""
+
+def cache_row_bytes(cache_format: str, kv_lora_rank: int, rope_dim: int) -> int:
+    """Bytes of a token's row in a quantised format. See helicore.ops.cache_row_bytes."""
 
 def cuda_decode_workspace_bytes(
     q: torch.Tensor,
@@ -114,6 +118,8 @@ def mla_append(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-06,
     interleaved: bool = True,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     """Write latent rows to the cache. See helicore.ops.mla_append."""
 
@@ -127,6 +133,8 @@ def mla_decode(
     out: torch.Tensor,
     kv_bound: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     """Absorbed paged attention. See helicore.ops.mla_decode."""
 
@@ -142,6 +150,8 @@ def mla_prefill(
     scale: float,
     out: torch.Tensor,
     stats: torch.Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     """Expanded paged attention. See helicore.ops.mla_prefill."""
 

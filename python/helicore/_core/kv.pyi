@@ -1334,10 +1334,7 @@ def get_root_key(reuse_scope: int | ReuseScope | None = None) -> bytes:
     """The 32-byte key that a scope's chains start from."""
 
 def replay_operations(
-    log: OperationLog,
-    *,
-    check_every: int = 64,
-    config: KVCacheManagerConfig | None = None,
+    log: OperationLog, *, check_every: int = 64, config: KVCacheManagerConfig | None = None
 ) -> ReplayReport:
     """Runs a log on a manager of its own, up to the first difference. Pages have no memory; every check_every-th operation is followed by a check of all invariants (0: none). `config` takes the place of the log's."""
 

@@ -49,6 +49,7 @@ def generate(
     num_threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
     block_size: options.BlockSize = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
     host_gb: options.HostGb = None,
     swap_host_gb: options.SwapHostGb = None,
     swap_path: options.SwapPath = None,

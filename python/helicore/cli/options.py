@@ -45,6 +45,13 @@ MaxModelLen: TypeAlias = Annotated[
 BlockSize: TypeAlias = Annotated[
     int | None, _engine("--block-size", help="Tokens per cache page [default: 64]")
 ]
+KVCacheDtype: TypeAlias = Annotated[
+    str | None,
+    _engine(
+        "--kv-cache-dtype",
+        help="auto, float32, bfloat16, fp8, fp8_ds_mla or nvfp4 [default: auto]",
+    ),
+]
 HostGb: TypeAlias = Annotated[
     float | None, _engine("--host-gb", help="Host memory for the KV cache in GiB.")
 ]
@@ -99,7 +106,7 @@ _SAMPLING_OPTIONS = (
 )
 _CACHE_OPTIONS = (
     *("block_size", "host_gb", "swap_host_gb", "swap_path", "swap_disk_gb"),
-    *("disk_path", "disk_gb"),
+    *("disk_path", "disk_gb", "kv_cache_dtype"),
 )
 _ENGINE_OPTIONS = (
     *("dtype", "device", "num_threads", "max_model_len", "deterministic", "trust_remote_code"),
@@ -141,11 +148,13 @@ def load_llm(
 ) -> LLM:
     """Loads a model, with a line about it on standard error.
 
-    `arguments`: of `LLM`, and fields of `KVCacheConfig`, of which None is not given.
+    `arguments`: of `LLM`, and fields of `KVCacheConfig`, of which None is not given. The dtype of
+    the cache is `kv_cache_dtype` among them.
     """
     from helicore.config import KVCacheConfig
 
     given = {name: arguments.pop(name, None) for name in _CACHE_OPTIONS}
+    given["dtype"] = given.pop("kv_cache_dtype")
     cache: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     cache["enable_prefix_caching"] = not no_prefix_caching
     with _status(f"loading {model}", quiet), plain_warnings():

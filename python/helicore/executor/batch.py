@@ -72,6 +72,8 @@ class BatchBuilder:
         page_size: int,
         max_tokens: int,
         is_absorbed: AbsorbedRule,
+        *,
+        cache_format: str = "auto",
     ) -> None:
         num_lanes = len(lanes.sequences)
         self._lanes = lanes
@@ -79,6 +81,7 @@ class BatchBuilder:
         self._table_tensor = torch.from_numpy(block_table)
         self._page_size = page_size
         self._is_absorbed = is_absorbed
+        self._cache_format = cache_format
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
         self._slots = np.zeros(max_tokens, np.int64)
@@ -192,5 +195,6 @@ class BatchBuilder:
             num_absorbed=shape.num_absorbed,
             num_absorbed_tokens=shape.num_absorbed_tokens,
             logits_rows=torch.from_numpy(self._rows[: shape.num_rows]),
+            cache_format=self._cache_format,
         )
         return self._forward

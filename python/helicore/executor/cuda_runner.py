@@ -53,6 +53,7 @@ def pad_decode(batch: ForwardBatch, bucket: int) -> ForwardBatch:
         num_absorbed=bucket,
         num_absorbed_tokens=bucket,
         logits_rows=iota[:bucket].to(torch.int64),
+        cache_format=batch.cache_format,
     )
 
 
@@ -86,6 +87,7 @@ class Uploads:
             num_absorbed_tokens=batch.num_absorbed_tokens,
             host_cu_q=batch.cu_q,
             host_kv_len=batch.kv_len,
+            cache_format=batch.cache_format,
         )
 
 

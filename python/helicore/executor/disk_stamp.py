@@ -48,6 +48,7 @@ def make_stamp(config: EngineConfig, model: ModelConfig, shape: PoolShape, weigh
         "weights": weights.hex(),
         "compute_dtype": config.dtype,
         "cache_dtype": str(shape.dtype),
+        "cache_format": shape.cache_format,
         "row_widths": shape.row_widths,
         "page_size": shape.page_size,
         "numerics": None,

@@ -82,6 +82,7 @@ class Engine:
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = KVPool(shape, disk, None if stream is None else stream.cuda_stream)
         self.counters.levels = self._pool.level_counters()
+        _log_room(shape, self._pool)
         self._scheduler = Scheduler(
             config.scheduler,
             self._lanes,
@@ -95,17 +96,9 @@ class Engine:
             self._pool.page_size,
             config.scheduler.max_num_batched_tokens,
             absorbed_rule(model.config, deterministic=config.deterministic),
+            cache_format=shape.cache_format,
         )
-        self._runner = Runner(model, self._pool.caches)
-        if stream is not None:
-            self._runner = CudaRunner(
-                model,
-                self._pool.caches,
-                max_tokens=config.scheduler.max_num_batched_tokens,
-                max_sequences=config.scheduler.max_num_seqs,
-                max_pages=shape.max_pages,
-                stream=stream,
-            )
+        self._runner = make_runner(config, model, shape, self._pool, stream)
         self._sampler = Sampler(self._lanes)
         self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
         self._watch = Stopwatch(self.counters.times)
@@ -359,6 +352,37 @@ def load(config: EngineConfig, device: torch.device) -> CausalLM:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     return load_model(
         resolve_model(config.model), dtype=dtype, device=device, max_model_len=config.max_model_len
+    )
+
+
+def make_runner(
+    config: EngineConfig,
+    model: CausalLM,
+    shape: PoolShape,
+    pool: KVPool,
+    stream: torch.cuda.Stream | None,
+) -> Runner:
+    """What runs the model: on a GPU where there is a stream to run on."""
+    if stream is None:
+        return Runner(model, pool.caches)
+    return CudaRunner(
+        model,
+        pool.caches,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_sequences=config.scheduler.max_num_seqs,
+        max_pages=shape.max_pages,
+        stream=stream,
+    )
+
+
+def _log_room(shape: PoolShape, pool: KVPool) -> None:
+    _LOGGER.info(
+        "KV cache in %s: %d bytes a token, %d tokens fit in %d pages of %d",
+        shape.format_name,
+        shape.token_bytes,
+        pool.num_pages * shape.page_size,
+        pool.num_pages,
+        shape.page_size,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from helicore.config import EngineConfig, FieldError
+from helicore.config import QUANTISED_DTYPES, EngineConfig, FieldError
 from helicore.executor.device import CPU, gpu_bytes
 from helicore.models.base import CausalLM
 from helicore.models.config import ModelConfig
@@ -23,6 +23,7 @@ class PoolShape:
     row_widths: tuple[int, ...]
     """Elements of a token's row, layer by layer."""
     dtype: torch.dtype
+    """uint8 where rows are quantised."""
     page_size: int
     num_bytes: int
     num_lanes: int
@@ -34,11 +35,24 @@ class PoolShape:
     swap_path: Path | None = None
     device: torch.device = CPU
     """Where the hot level is."""
+    cache_format: str = "auto"
+    """How rows are coded, as in `helicore.ops`: "auto" for elements of `dtype`."""
+
+    @property
+    def format_name(self) -> str:
+        """As `KVCacheConfig.dtype` spells it."""
+        dense = str(self.dtype).removeprefix("torch.")
+        return dense if self.cache_format == "auto" else self.cache_format
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return sum(self.row_widths) * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return sum(self.row_widths) * self.page_size * self.dtype.itemsize
+        return self.token_bytes * self.page_size
 
     @property
     def max_pages(self) -> int:
@@ -48,8 +62,13 @@ class PoolShape:
     @classmethod
     def fit(cls, config: EngineConfig, model: CausalLM, device: torch.device = CPU) -> PoolShape:
         """FieldError when the memory can't hold a useful sequence, or not the one asked for."""
-        dtype = cache_dtype(config, model.config)
-        widths = tuple(model.kv_layers(model.config, dtype))
+        is_quantised = config.kv_cache.dtype in QUANTISED_DTYPES
+        dtype = torch.uint8 if is_quantised else cache_dtype(config, model.config)
+        widths = tuple(
+            quantised_rows(config.kv_cache.dtype, model)
+            if is_quantised
+            else model.kv_layers(model.config, dtype)
+        )
         page_size = config.kv_cache.block_size
         page_bytes = sum(widths) * page_size * dtype.itemsize
         is_gpu = device.type == "cuda"
@@ -79,11 +98,22 @@ class PoolShape:
             swap_disk_bytes=swap_bytes(config.kv_cache.swap_disk_gb, "swap_disk_gb", page_bytes),
             swap_path=swap_folder(config.kv_cache.swap_path),
             device=device,
+            cache_format=config.kv_cache.dtype if is_quantised else "auto",
         )
 
 
+def quantised_rows(name: str, model: CausalLM) -> list[int]:
+    """Bytes of a token's row, layer by layer; FieldError when the model has no such rows."""
+    try:
+        return model.kv_row_bytes(model.config, name)
+    except ValueError as error:
+        raise FieldError(
+            "dtype", f"KVCacheConfig dtype={name!r} does not fit this model: {error}"
+        ) from None
+
+
 def cache_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
-    """Dtype of cached rows: as set, else what the model computes in."""
+    """Dtype of dense rows: as set, else what the model computes in."""
     for name in (config.kv_cache.dtype, config.dtype):
         if name != "auto":
             dtype: torch.dtype = getattr(torch, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from helicore import ops
 from helicore.models.config import ModelConfig
 
 
@@ -41,6 +42,8 @@ class ForwardBatch:
     """cu_q in host memory, where the batch is on a GPU and has expanded requests."""
     host_kv_len: Tensor | None = None
     """kv_len likewise."""
+    cache_format: str = "auto"
+    """How rows of all layers are coded, as in `helicore.ops`; "auto" where they are dense."""
 
 
 class CausalLM(nn.Module):
@@ -48,7 +51,8 @@ class CausalLM(nn.Module):
 
     Weights are buffers (they are packed for the kernels and never trained), so `to()` moves them.
     The cache belongs to the caller: `caches[i]` is the strided view [num_pages, page_size, width]
-    of layer i, bf16 or fp32, with the width that `kv_layers` names.
+    of layer i, bf16 or fp32 with the width that `kv_layers` names, or uint8 with the bytes of
+    `kv_row_bytes` where the batch names a quantised format.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -60,6 +64,15 @@ class CausalLM(nn.Module):
         """Elements of one token's cache row, layer by layer: what the caller must provide."""
         del cache_dtype  # rows of both supported dtypes have the same number of elements
         return [config.kv_lora_rank + config.qk_rope_head_dim] * config.num_hidden_layers
+
+    @classmethod
+    def kv_row_bytes(cls, config: ModelConfig, cache_format: str) -> list[int]:
+        """Bytes of one token's row in a quantised format, layer by layer.
+
+        ValueError where rows of this model have no such form.
+        """
+        widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        return [ops.cache_row_bytes(cache_format, *widths)] * config.num_hidden_layers
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, caches: Sequence[Tensor]) -> Tensor:

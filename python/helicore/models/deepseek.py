@@ -114,7 +114,8 @@ class DeepseekModel(WeightModule, CausalLM):
     def ignores(cls, config: ModelConfig, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although the model has no use for it."""
         tied_head = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied_head or name.endswith(".rotary_emb.inv_freq")
+        # The scale of cached keys is that of the latent, so of the values too.
+        return tied_head or name.endswith((".rotary_emb.inv_freq", ".v_scale"))
 
     def publish(self) -> None:
         super().publish()

@@ -5,6 +5,7 @@ Few query tokens use the absorbed form (queries are taken into the latent space,
 expanded); longer chunks use the expanded form. Both read the same rows.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ class AttentionStep:
     slots: Tensor
     cos_sin: Tensor
     ops: Operators
+    cache_format: str
     absorbed: AttentionPart | None
     expanded: AttentionPart | None
 
@@ -44,7 +46,7 @@ class AttentionStep:
     def of(cls, batch: ForwardBatch, cos_sin: Tensor, operators: Operators) -> "AttentionStep":
         requests, tokens = batch.kv_len.shape[0], batch.token_ids.shape[0]
         n, t = batch.num_absorbed, batch.num_absorbed_tokens
-        step = cls(batch.positions, batch.slots, cos_sin, operators, None, None)
+        step = cls(batch.positions, batch.slots, cos_sin, operators, batch.cache_format, None, None)
         if n > 0:
             step.absorbed = _part(batch, 0, n, 0, t)
         if n < requests:
@@ -98,6 +100,12 @@ class LatentAttention(WeightModule):
         self._load_queries(c, w)
         self._load_heads(w)
         self.register_buffer("kv_norm", w.own("kv_a_layernorm.weight", self.rank))
+        self.cache_scales = {
+            "auto": 1.0,
+            "fp8": w.scalar("kv_scale", "k_scale", "k_proj.k_scale") or 1.0,
+            "fp8_ds_mla": 1.0,
+            "nvfp4": nvfp4_scale(self.kv_norm),
+        }
         o_proj = w.take("o_proj.weight", self.hidden, self.num_heads * self.v)
         self.register_buffer("o_proj", ops.pack_linear(o_proj))
         self.register_buffer("o_bias", w.own_if(c.attention_bias, "o_proj.bias", self.hidden))
@@ -147,12 +155,17 @@ class LatentAttention(WeightModule):
             self.kv_norm,
             self.norm_eps,
             self.interleaved,
+            *self._coding(step),
         )
         if self.q_b is not None and self.q_norm is not None:
             q = do.linear(do.rms_norm(q, self.q_norm, self.norm_eps), self.q_b, self.q_width)
         q = q.view(q.shape[0], self.num_heads, self.head_dim)
         o = self._attend(q, step, cache)
         return do.linear(o, self.o_proj, self.hidden, self.o_bias)
+
+    def _coding(self, step: AttentionStep) -> tuple[str, float]:
+        """How the rows of this layer are coded."""
+        return step.cache_format, self.cache_scales[step.cache_format]
 
     def _attend(self, q: Tensor, step: AttentionStep, cache: Tensor) -> Tensor:
         if step.expanded is None:
@@ -175,7 +188,17 @@ class LatentAttention(WeightModule):
         q = do.mla_absorb(
             q, self.w_absorb, self.rank, part.positions, step.cos_sin, self.interleaved
         )
-        o = do.mla_decode(q, cache, part.block_table, part.cu_q, part.kv_len, scale, self.rank)
+        o = do.mla_decode(
+            q,
+            cache,
+            part.block_table,
+            part.cu_q,
+            part.kv_len,
+            scale,
+            self.rank,
+            None,
+            *self._coding(step),
+        )
         return do.mla_project_v(o, self.w_uv, self.v)
 
     def _expanded(
@@ -195,4 +218,16 @@ class LatentAttention(WeightModule):
             self.softmax_scale,
             self.rank,
             self.v,
+            *self._coding(step),
         )
+
+
+def nvfp4_scale(norm_weight: Tensor) -> float:
+    """The least power of two under which no latent of this norm is out of range.
+
+    |c| <= sqrt(R) max|w|, and the largest values are 6 (of a code) times 448 (of a group's scale).
+    """
+    most = norm_weight.abs().max().item() * norm_weight.numel() ** 0.5
+    if not 0.0 < most < math.inf:
+        return 1.0
+    return 2.0 ** min(max(math.ceil(math.log2(most / (6 * 448))), -64), 64)

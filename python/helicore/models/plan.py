@@ -69,6 +69,8 @@ class Operators(Protocol):
         norm_weight: Tensor | None = None,
         eps: float = 1e-6,
         interleaved: bool = True,
+        cache_format: str = "auto",
+        cache_scale: float = 1.0,
     ) -> None: ...
 
     def mla_absorb(
@@ -90,6 +92,9 @@ class Operators(Protocol):
         kv_len: Tensor,
         scale: float,
         kv_lora_rank: int,
+        kv_bound: Tensor | None = None,
+        cache_format: str = "auto",
+        cache_scale: float = 1.0,
     ) -> Tensor: ...
 
     def mla_project_v(self, o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor: ...
@@ -200,10 +205,12 @@ class Recorder:
         norm_weight: Tensor | None = None,
         eps: float = 1e-6,
         interleaved: bool = True,
+        cache_format: str = "auto",
+        cache_scale: float = 1.0,
     ) -> None:
-        norm = (norm_weight, eps, interleaved)
+        rest = (norm_weight, eps, interleaved, cache_format, cache_scale)
         append = _core.attention.mla_append
-        self._note(append, kv_a, cache, slots, kv_lora_rank, positions, cos_sin, *norm)
+        self._note(append, kv_a, cache, slots, kv_lora_rank, positions, cos_sin, *rest)
 
     def mla_absorb(
         self,
@@ -229,10 +236,14 @@ class Recorder:
         kv_len: Tensor,
         scale: float,
         kv_lora_rank: int,
+        kv_bound: Tensor | None = None,
+        cache_format: str = "auto",
+        cache_scale: float = 1.0,
     ) -> Tensor:
         out = self._new(q, *q.shape[:2], kv_lora_rank)
         decode = _core.attention.mla_decode
-        self._note(decode, q, cache, block_table, cu_q, kv_len, scale, out)
+        rest = (kv_bound, None, cache_format, cache_scale)
+        self._note(decode, q, cache, block_table, cu_q, kv_len, scale, out, *rest)
         return out
 
     def mla_project_v(self, o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor:

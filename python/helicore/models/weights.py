@@ -6,6 +6,7 @@ and the file.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,18 @@ class Checkpoint:
         if tensor.dtype not in _FLOATS:
             raise self._error(name, f"must hold floating point numbers, got {tensor.dtype}")
         return tensor.to(dtype, copy=copy)
+
+    def scalar(self, *names: str) -> float | None:
+        """The one number, > 0, of the first of these tensors that is there; None without any."""
+        for name in names:
+            if name not in self._where:
+                continue
+            shape = tuple(self._open(self._where[name]).get_slice(name).get_shape())
+            value = self._get(name, shape if shape == () else (1,)).item()
+            if not 0.0 < value < math.inf:
+                raise self._error(name, f"must be a positive number, got {value}")
+            return float(value)
+        return None
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """ValueError when tensors were left that `ignored` does not know."""
@@ -145,6 +158,10 @@ class WeightReader:
         in_host_memory = self.device.type == "cpu"
         tensor = self._checkpoint.take(self._prefix + name, shape, dtype, copy=in_host_memory)
         return tensor.to(self.device)
+
+    def scalar(self, *names: str) -> float | None:
+        """The number in the first of these tensors that is there; None without any."""
+        return self._checkpoint.scalar(*(self._prefix + name for name in names))
 
     def own_if(self, present: bool, name: str, *shape: int) -> Tensor | None:
         return self.own(name, *shape) if present else None

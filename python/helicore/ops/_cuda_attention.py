@@ -10,10 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from helicore._core import NotSupportedError
 from helicore._core import attention as _attention
 
 _MAX_EXPANDED_BYTES = 512 << 20
 """Keys and values of one request's history that are expanded at a time; heads are cut to fit."""
+
+
+def _refuse_quantised(cache_format: str) -> None:
+    if cache_format != "auto":
+        raise NotSupportedError(
+            f'cache_format="{cache_format}" is not served on a GPU; bfloat16 and float32 caches '
+            '(cache_format="auto") are'
+        )
 
 
 def mla_append(
@@ -26,7 +35,10 @@ def mla_append(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = True,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
+    _refuse_quantised(cache_format)
     _attention.cuda_mla_append(
         kv_a, cache, slots, kv_lora_rank, positions, cos_sin, norm_weight, eps, interleaved
     )
@@ -89,7 +101,10 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int,
     kv_bound: Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> Tensor:
+    _refuse_quantised(cache_format)
     return _decode(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank, kv_bound, None)
 
 
@@ -102,7 +117,10 @@ def mla_decode_stats(
     scale: float,
     kv_lora_rank: int,
     kv_bound: Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
+    _refuse_quantised(cache_format)
     stats = q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
     out = _decode(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank, kv_bound, stats)
     return out, stats
@@ -119,8 +137,11 @@ def mla_prefill(
     scale: float,
     kv_lora_rank: int,
     v_dim: int,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> Tensor:
     """cu_q and kv_len decide the shapes of the products; given on the host, nothing waits."""
+    _refuse_quantised(cache_format)
     out = q.new_empty((q.shape[0], q.shape[1], v_dim))
     ends, lengths = cu_q.tolist(), kv_len.tolist()
     page_size = cache.shape[1]

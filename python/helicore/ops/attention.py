@@ -6,7 +6,10 @@ float32; sums are float32.
 
 The cache of one layer is `[num_pages, page_size, R + dr]`; its first dimension may be strided. A
 row holds the normalised latent and the rotated key. Rotated vectors are stored half-split, for
-queries and keys alike, whatever the order of the raw ones (`interleaved`).
+queries and keys alike, whatever the order of the raw ones (`interleaved`). A quantised cache is
+uint8 `[num_pages, page_size, cache_row_bytes(...)]`, with `cache_format` "fp8" (one scale for all,
+`cache_scale`), "fp8_ds_mla" (a float32 scale in the row for each 128 latents) or "nvfp4" (planes of
+codes, scales for each 16 latents, rope; `cache_scale` is a power of two); "auto" is the dtype's.
 
 Softmax statistics are float32 `[T, H, 2]`: m = max of scale * q.k * log2(e), l = sum of 2^(s - m).
 A row that sees no key gives output 0 and statistics (-inf, 0).
@@ -73,6 +76,21 @@ def absorbed_is_cheaper(
     )
 
 
+def cache_row_bytes(cache_format: str, kv_lora_rank: int, rope_dim: int) -> int:
+    """Bytes of a token's row, of one layer.
+
+    Args:
+        cache_format: "float32", "bfloat16", "fp8", "fp8_ds_mla" or "nvfp4".
+        kv_lora_rank, rope_dim: R and dr.
+
+    Raises:
+        ValueError: rows of these widths have no such form.
+    """
+    if cache_format in ("float32", "bfloat16"):
+        return (kv_lora_rank + rope_dim) * (4 if cache_format == "float32" else 2)
+    return _attention.cache_row_bytes(cache_format, kv_lora_rank, rope_dim)
+
+
 def _mla_append_fake(
     kv_a: Tensor,
     cache: Tensor,
@@ -83,6 +101,8 @@ def _mla_append_fake(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = True,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     return None
 
@@ -98,6 +118,8 @@ def mla_append(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = True,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     """Write the latent row of each token: RMS norm of c, rope of k_r, one store.
 
@@ -111,9 +133,21 @@ def mla_append(
         norm_weight: [R]; None stores c as it is.
         eps: of the norm.
         interleaved: pairs of the raw k_r are (2i, 2i + 1), else (i, i + dr / 2).
+        cache_format, cache_scale: how rows are coded. Values are quantised from float32; what is
+            out of range saturates, NaN is stored as 0 (but kept where k_r is bfloat16).
     """
     _attention.mla_append(
-        kv_a, cache, slots, kv_lora_rank, positions, cos_sin, norm_weight, eps, interleaved
+        kv_a,
+        cache,
+        slots,
+        kv_lora_rank,
+        positions,
+        cos_sin,
+        norm_weight,
+        eps,
+        interleaved,
+        cache_format,
+        cache_scale,
     )
 
 
@@ -185,6 +219,8 @@ def _mla_decode_fake(
     scale: float,
     kv_lora_rank: int,
     kv_bound: Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], kv_lora_rank))
 
@@ -199,6 +235,8 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int,
     kv_bound: Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> Tensor:
     """Absorbed attention with packed ragged queries.
 
@@ -214,12 +252,14 @@ def mla_decode(
         scale: softmax scale of the model, positive.
         kv_lora_rank: R.
         kv_bound: [T] int32, tokens that each query sees, in place of the causal rule.
+        cache_format, cache_scale: how rows are coded, as in `mla_append`.
 
     Returns:
         [T, H, R], dtype of q.
     """
     out = _mla_decode_fake(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank)
-    _attention.mla_decode(q, cache, block_table, cu_q, kv_len, scale, out, kv_bound, None)
+    coding = (cache_format, cache_scale)
+    _attention.mla_decode(q, cache, block_table, cu_q, kv_len, scale, out, kv_bound, None, *coding)
     return out
 
 
@@ -232,6 +272,8 @@ def _mla_decode_stats_fake(
     scale: float,
     kv_lora_rank: int,
     kv_bound: Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty((q.shape[0], q.shape[1], kv_lora_rank))
     return out, q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
@@ -247,10 +289,13 @@ def mla_decode_stats(
     scale: float,
     kv_lora_rank: int,
     kv_bound: Tensor | None = None,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`mla_decode` that returns the softmax statistics [T, H, 2] as well."""
     out, stats = _mla_decode_stats_fake(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank)
-    _attention.mla_decode(q, cache, block_table, cu_q, kv_len, scale, out, kv_bound, stats)
+    coding = (cache_format, cache_scale)
+    _attention.mla_decode(q, cache, block_table, cu_q, kv_len, scale, out, kv_bound, stats, *coding)
     return out, stats
 
 
@@ -265,6 +310,8 @@ def _mla_prefill_fake(
     scale: float,
     kv_lora_rank: int,
     v_dim: int,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * v_dim))
 
@@ -281,6 +328,8 @@ def mla_prefill(
     scale: float,
     kv_lora_rank: int,
     v_dim: int,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> Tensor:
     """Expanded causal attention; the latents of the query tokens are in the cache already.
 
@@ -290,14 +339,15 @@ def mla_prefill(
             on the host, where the others are on a GPU, spare a wait for it.
         w_uk, w_uv: from `MlaWeights`.
         v_dim: dv.
+        cache_format, cache_scale: how rows are coded, as in `mla_append`.
 
     Returns:
         [T, H * dv], dtype of q.
     """
     out = q.new_empty((q.shape[0], q.shape[1] * v_dim))
-    _attention.mla_prefill(
-        q, cache, block_table, cu_q, kv_len, w_uk, w_uv, kv_lora_rank, scale, out, None
-    )
+    weights = (w_uk, w_uv, kv_lora_rank)
+    coding = (cache_format, cache_scale)
+    _attention.mla_prefill(q, cache, block_table, cu_q, kv_len, *weights, scale, out, None, *coding)
     return out
 
 
@@ -312,6 +362,8 @@ def _mla_prefill_stats_fake(
     scale: float,
     kv_lora_rank: int,
     v_dim: int,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty((q.shape[0], q.shape[1] * v_dim))
     return out, q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
@@ -329,12 +381,16 @@ def mla_prefill_stats(
     scale: float,
     kv_lora_rank: int,
     v_dim: int,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`mla_prefill` that returns the softmax statistics [T, H, 2] as well."""
     out = q.new_empty((q.shape[0], q.shape[1] * v_dim))
     stats = q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
+    weights = (w_uk, w_uv, kv_lora_rank)
+    coding = (cache_format, cache_scale)
     _attention.mla_prefill(
-        q, cache, block_table, cu_q, kv_len, w_uk, w_uv, kv_lora_rank, scale, out, stats
+        q, cache, block_table, cu_q, kv_len, *weights, scale, out, stats, *coding
     )
     return out, stats
 
@@ -366,6 +422,7 @@ def merge_states(
 __all__ = [
     "MlaWeights",
     "absorbed_is_cheaper",
+    "cache_row_bytes",
     "merge_states",
     "mla_absorb",
     "mla_append",

@@ -104,12 +104,14 @@ def test_engine_options_reach_the_model(helicore: Callable[..., Result]) -> None
     result = helicore(
         *("generate", "-m", "folder", "-p", "x", "--dtype", "float32", "--threads", "2"),
         *("--block-size", "16", "--host-gb", "0.5", "--no-prefix-caching", "--json"),
+        *("--kv-cache-dtype", "nvfp4"),
     )
     (load,) = result.loads  # type: ignore[attr-defined]
     assert load["model"] == "folder"
     assert load["dtype"] == "float32"
     assert load["num_threads"] == 2
     assert (load["block_size"], load["host_gb"]) == (16, 0.5)
+    assert load["kv_cache_dtype"] == "nvfp4"
     assert load["no_prefix_caching"]
 
 
@@ -217,9 +219,19 @@ def test_env_and_models_print_json(helicore: Callable[..., Result]) -> None:
     env = last_json(helicore("env", "--json"))
     assert {"commit", "cpu", "threads", "isa", "versions"} <= env.keys()
     assert env["versions"]["torch"]
+    assert env["kv_cache_row_bytes"] == {
+        "float32": 2304,
+        "bfloat16": 1152,
+        "fp8": 576,
+        "fp8_ds_mla": 656,
+        "nvfp4": 416,
+    }
     names = [row["name"] for row in last_json(helicore("models", "--json"))["models"]]
     assert "tiny" in names
-    assert helicore("env").exit_code == 0
+    shown = helicore("env")
+    assert shown.exit_code == 0
+    for cell in ("nvfp4", "416", "656", "576", "1152"):
+        assert cell in shown.stdout
     assert "tiny" in helicore("models").stdout
 
 

@@ -92,8 +92,6 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, field: str) 
         (lambda: ParallelConfig(tensor_parallel_size=2), "tensor_parallel_size"),
         (lambda: ParallelConfig(context_parallel_size=2), "context_parallel_size"),
         (lambda: EngineConfig(speculative=SpeculativeConfig("mtp", 2)), "speculative"),
-        (lambda: KVCacheConfig(dtype="fp8"), "dtype"),
-        (lambda: KVCacheConfig(dtype="nvfp4"), "dtype"),
     ],
 )
 def test_what_is_not_served_yet_is_refused_at_construction(make: Any, field: str) -> None:

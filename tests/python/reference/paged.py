@@ -27,8 +27,9 @@ class PagedRequests:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         reuse_batches: bool = False,
+        cache_format: str = "auto",
     ) -> None:
-        self._model, self._page_size = model, page_size
+        self._model, self._page_size, self._format = model, page_size, cache_format
         per_request = -(-capacity // page_size)
         num_pages = num_requests * per_request + 1
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
@@ -36,8 +37,11 @@ class PagedRequests:
         self.lengths = [0] * num_requests
         self._reuse, self._last = reuse_batches, None
         self.caches: list[Tensor] = []
-        for width in model.kv_layers(model.config, dtype):
-            pool = torch.full((num_pages, page_size * width + width), float("nan"), dtype=dtype)
+        widths, poison = model.kv_layers(model.config, dtype), float("nan")
+        if cache_format != "auto":  # every byte 0xff is NaN in each part of a row
+            widths, dtype, poison = model.kv_row_bytes(model.config, cache_format), torch.uint8, 255
+        for width in widths:
+            pool = torch.full((num_pages, page_size * width + width), poison, dtype=dtype)
             pages = pool[:, : page_size * width]
             self.caches.append(pages.view(num_pages, page_size, width))
 
@@ -82,6 +86,7 @@ class PagedRequests:
             logits_rows=torch.arange(total)
             if rows is None
             else torch.tensor(rows, dtype=torch.int64),
+            cache_format=self._format,
         )
         if self._reuse:
             batch = self._reused(batch)

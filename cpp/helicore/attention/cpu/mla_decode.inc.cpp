@@ -47,10 +47,11 @@ void write_rows(const MlaDecodeParams& p, int32_t request, int32_t row_begin, in
                 const SoftmaxState& state, int64_t ldo) {
   const int64_t width = p.cache.kv_lora_rank;
   const int64_t first = int64_t{p.cu_q[request]} * p.num_heads + row_begin;
+  const float factor = row_factor(p.cache);
   T* out = static_cast<T*>(p.out) + first * width;
   for (int r = 0; r < num_rows; ++r) {
     const float l = state.empty ? 0.0f : state.l[r];
-    write_row<C>(state.o + r * ldo, l, static_cast<int>(width), out + r * width);
+    write_row<C>(state.o + r * ldo, l, factor, static_cast<int>(width), out + r * width);
     if (p.stats != nullptr) {
       float* stats = p.stats + (first + r) * 2;
       stats[0] = l == 0.0f ? -std::numeric_limits<float>::infinity() : state.m[r];
@@ -88,7 +89,7 @@ void decode_task(const MlaDecodeParams& p, const DecodeTask& task, const DecodeS
   tile.width = p.cache.kv_lora_rank;
   tile.ldo = ldo;
   tile.few_heads = p.num_heads <= kFewHeads;  // not by rows: bits must not depend on S_q
-  tile.scale_log2 = p.scale * 1.44269504088896340736f;
+  tile.scale_log2 = p.scale * row_factor(p.cache) * 1.44269504088896340736f;
   const int64_t rows16 = int64_t{tile.num_vecs} * 16;
   Carver carver{static_cast<char*>(scratch.worker)};
   tile.q = carver.take<Elem>(rows16 * width);
@@ -174,6 +175,14 @@ void decode_merge(const MlaDecodeParams& p, const DecodeMerge& merge, const Deco
 template <class Fn>
 void with_types(const MlaDecodeParams& p, Fn&& f) {
   const bool bf16_q = p.q_dtype == DType::kBFloat16;
+  if (p.cache.format != CacheFormat::kDense) {
+#if defined(HELICORE_SIMD_BF16)
+    if (bf16_q) return f(ComputeBf16{}, QuantizedRow{}, BFloat16{});
+#else
+    if (bf16_q) return f(ComputeF32{}, QuantizedRow{}, BFloat16{});
+#endif
+    return f(ComputeF32{}, QuantizedRow{}, float{});
+  }
   if (p.cache.dtype == DType::kBFloat16) {
 #if defined(HELICORE_SIMD_BF16)
     if (bf16_q) return f(ComputeBf16{}, BFloat16{}, BFloat16{});

@@ -93,7 +93,8 @@ void write_task(const MlaPrefillParams& p, const PrefillTask& task, const Softma
     const int64_t r = i - task.q_begin;
     const int64_t row = (int64_t{p.cu_q[task.request]} + i) * p.num_heads + task.head;
     // A row that saw nothing has l = 0, whether or not its o was ever written.
-    write_row<C>(all.o + r * ldo, all.l[r], p.v_dim, static_cast<T*>(p.out) + row * p.v_dim);
+    write_row<C>(all.o + r * ldo, all.l[r], row_factor(p.cache), p.v_dim,
+                 static_cast<T*>(p.out) + row * p.v_dim);
     if (p.stats != nullptr) {
       const float l = all.l[r];
       p.stats[row * 2] = l == 0.0f ? -std::numeric_limits<float>::infinity() : all.m[r];
@@ -129,7 +130,7 @@ void prefill_task(const MlaPrefillParams& p, const PrefillTask& task, int64_t ch
   tile.depth = static_cast<int>(dqk);
   tile.width = p.v_dim;
   tile.ldo = ldo;
-  tile.scale_log2 = p.scale * 1.44269504088896340736f;
+  tile.scale_log2 = p.scale * row_factor(p.cache) * 1.44269504088896340736f;
   tile.bound = bounds;
 
   const int64_t num_q = p.cu_q[task.request + 1] - p.cu_q[task.request];
@@ -159,33 +160,40 @@ void prefill_task(const MlaPrefillParams& p, const PrefillTask& task, int64_t ch
   write_task<C, T>(p, task, all, ldo);
 }
 
-template <class Mul, class CacheElem>
+template <class CacheElem>
 void prefill_f32(const MlaPrefillParams& p, const PrefillTask& task, int64_t chunk_tokens,
                  void* scratch) {
-  if (p.q_dtype == DType::kBFloat16) {
-    prefill_task<ComputeF32, Mul, CacheElem, BFloat16>(p, task, chunk_tokens, scratch);
-  } else {
-    prefill_task<ComputeF32, Mul, CacheElem, float>(p, task, chunk_tokens, scratch);
-  }
+  const auto with = [&](auto mul, auto query) {
+    prefill_task<ComputeF32, decltype(mul), CacheElem, decltype(query)>(p, task, chunk_tokens,
+                                                                        scratch);
+  };
+  const bool bf16_q = p.q_dtype == DType::kBFloat16;
+  if (p.w_dtype == DType::kBFloat16)
+    return bf16_q ? with(MulF32Bf16{}, BFloat16{}) : with(MulF32Bf16{}, float{});
+  return bf16_q ? with(MulF32{}, BFloat16{}) : with(MulF32{}, float{});
 }
 
 }  // namespace
 
 void mla_prefill_task(const MlaPrefillParams& params, const PrefillTask& task, int64_t chunk_tokens,
                       void* scratch) {
-  const bool bf16_w = params.w_dtype == DType::kBFloat16;
-  if (params.cache.dtype == DType::kBFloat16) {
+  const bool is_dense = params.cache.format == CacheFormat::kDense;
+  const bool bf16_rows = params.cache.dtype == DType::kBFloat16;
 #if defined(HELICORE_SIMD_BF16)
-    if (bf16_w && params.q_dtype == DType::kBFloat16) {
+  if (params.w_dtype == DType::kBFloat16 && params.q_dtype == DType::kBFloat16) {
+    if (!is_dense) {
+      return prefill_task<ComputeBf16, MulBf16, QuantizedRow, BFloat16>(params, task, chunk_tokens,
+                                                                        scratch);
+    }
+    if (bf16_rows) {
       return prefill_task<ComputeBf16, MulBf16, BFloat16, BFloat16>(params, task, chunk_tokens,
                                                                     scratch);
     }
-#endif
-    if (bf16_w) return prefill_f32<MulF32Bf16, BFloat16>(params, task, chunk_tokens, scratch);
-    return prefill_f32<MulF32, BFloat16>(params, task, chunk_tokens, scratch);
   }
-  if (bf16_w) return prefill_f32<MulF32Bf16, float>(params, task, chunk_tokens, scratch);
-  return prefill_f32<MulF32, float>(params, task, chunk_tokens, scratch);
+#endif
+  if (!is_dense) return prefill_f32<QuantizedRow>(params, task, chunk_tokens, scratch);
+  if (bf16_rows) return prefill_f32<BFloat16>(params, task, chunk_tokens, scratch);
+  return prefill_f32<float>(params, task, chunk_tokens, scratch);
 }
 
 }  // namespace helicore::attention::HELICORE_ISA_NS

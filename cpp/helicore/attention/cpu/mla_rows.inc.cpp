@@ -18,18 +18,22 @@ inline void store_upto(T* p, VF x, int64_t left) {
   }
 }
 
-// out[0 : n] = x * rsqrt(mean(x^2) + eps) * weight, or x when weight is null.
-template <class T, class W, class O>
-void norm_row(const T* x, const W* weight, int64_t n, float eps, O* out) {
-  VF scale = set1(1.0f);
-  if (weight != nullptr) {
-    VF sum = zero();
-    for (int64_t i = 0; i < n; i += 16) {
-      const VF a = load_upto(x + i, n - i);
-      sum = fma(a, a, sum);
-    }
-    scale = set1(1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(n) + eps));
+// rsqrt(mean(x^2) + eps), or 1 when there is no weight.
+template <class T>
+float norm_factor(const T* x, int64_t n, float eps, bool has_weight) {
+  if (!has_weight) return 1.0f;
+  VF sum = zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    const VF a = load_upto(x + i, n - i);
+    sum = fma(a, a, sum);
   }
+  return 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(n) + eps);
+}
+
+// out[0 : n] = x * factor * weight, or x when weight is null.
+template <class T, class W, class O>
+void scale_row(const T* x, const W* weight, int64_t n, float factor, O* out) {
+  const VF scale = set1(factor);
   for (int64_t i = 0; i < n; i += 16) {
     VF a = load_upto(x + i, n - i);
     if (weight != nullptr) a = mul(mul(a, scale), load_upto(weight + i, n - i));
@@ -79,20 +83,79 @@ void rope_row(const T* x, const RopeTable& rope, int32_t position, RopeHalves& h
   }
 }
 
+// A row of a dense cache.
+template <class T, class W, class O>
+void append_dense(const MlaAppendParams& p, int64_t t, const T* x, const W* weight, float factor,
+                  RopeHalves& rotated) {
+  const MlaCache& cache = p.cache;
+  const int64_t slot = p.slots[t];
+  O* out = static_cast<O*>(cache.data) + slot / cache.page_size * cache.page_stride +
+           slot % cache.page_size * cache.width();
+  scale_row(x, weight, cache.kv_lora_rank, factor, out);
+  if (cache.rope_dim > 0) {
+    rope_row(x + cache.kv_lora_rank, p.rope, p.rope.cos_sin != nullptr ? p.positions[t] : 0,
+             rotated, out + cache.kv_lora_rank);
+  }
+}
+
+constexpr int64_t kPartValues = 128;  // of a row that are quantised at a time: whole groups
+
+// Values [first, first + n) of the latent of token `offset`, n <= kPartValues.
+inline void quantize_part(const MlaCache& cache, uint8_t* page, int64_t offset, int64_t first,
+                          int64_t n, const float* values) {
+  static_assert(kPartValues == kFp8DsMlaGroup && kPartValues % kNvFp4Group == 0);
+  const CacheLayout& at = cache.layout;
+  uint8_t* codes = page + offset * at.code_stride;
+  uint8_t* scales = page + at.scale_begin + offset * at.scale_stride;
+  if (cache.format == CacheFormat::kNvFp4) {
+    quant::HELICORE_ISA_NS::quantize_nvfp4(values, n, cache.scale, codes + first / 2,
+                                           scales + first / kNvFp4Group);
+  } else if (cache.format == CacheFormat::kFp8DsMla) {
+    const float scale = quant::HELICORE_ISA_NS::quantize_e4m3_group(values, n, codes + first);
+    std::memcpy(scales + first / kFp8DsMlaGroup * 4, &scale, sizeof(scale));
+  } else {
+    quant::HELICORE_ISA_NS::quantize_e4m3(values, n, 1.0f / cache.scale, codes + first);
+  }
+}
+
+// A row of a quantised cache: from float32, never by way of another format.
+template <class T, class W>
+void append_quantized(const MlaAppendParams& p, int64_t t, const T* x, const W* weight,
+                      float factor, RopeHalves& rotated) {
+  const MlaCache& cache = p.cache;
+  const int64_t rank = cache.kv_lora_rank;
+  const int64_t offset = p.slots[t] % cache.page_size;
+  uint8_t* page =
+      static_cast<uint8_t*>(cache.data) + p.slots[t] / cache.page_size * cache.page_stride;
+  alignas(64) float values[kMaxRopeDim];
+  for (int64_t first = 0; first < rank; first += kPartValues) {
+    const int64_t n = min64(kPartValues, rank - first);
+    scale_row(x + first, weight == nullptr ? nullptr : weight + first, n, factor, values);
+    quantize_part(cache, page, offset, first, n, values);
+  }
+  if (cache.rope_dim == 0) return;
+  const int32_t position = p.rope.cos_sin != nullptr ? p.positions[t] : 0;
+  uint8_t* out = page + cache.layout.rope_begin + offset * cache.layout.rope_stride;
+  if (cache.format == CacheFormat::kFp8) {
+    rope_row(x + rank, p.rope, position, rotated, values);
+    quant::HELICORE_ISA_NS::quantize_e4m3(values, cache.rope_dim, 1.0f / cache.scale, out);
+  } else {
+    rope_row(x + rank, p.rope, position, rotated, reinterpret_cast<BFloat16*>(out));
+  }
+}
+
 template <class T, class W, class O>
 void append_rows(const MlaAppendParams& p, int64_t begin, int64_t end) {
-  const MlaCache& cache = p.cache;
+  const auto* weight = static_cast<const W*>(p.norm_weight);
   RopeHalves rotated;
   for (int64_t t = begin; t < end; ++t) {
-    const int64_t slot = p.slots[t];
-    if (slot < 0) continue;
-    O* out = static_cast<O*>(cache.data) + slot / cache.page_size * cache.page_stride +
-             slot % cache.page_size * cache.width();
+    if (p.slots[t] < 0) continue;
     const T* x = static_cast<const T*>(p.kv_a) + t * p.kv_a_stride;
-    norm_row(x, static_cast<const W*>(p.norm_weight), cache.kv_lora_rank, p.eps, out);
-    if (cache.rope_dim > 0) {
-      rope_row(x + cache.kv_lora_rank, p.rope, p.rope.cos_sin != nullptr ? p.positions[t] : 0,
-               rotated, out + cache.kv_lora_rank);
+    const float factor = norm_factor(x, p.cache.kv_lora_rank, p.eps, weight != nullptr);
+    if constexpr (std::is_same_v<O, QuantizedRow>) {
+      append_quantized(p, t, x, weight, factor, rotated);
+    } else {
+      append_dense<T, W, O>(p, t, x, weight, factor, rotated);
     }
   }
 }
@@ -108,7 +171,9 @@ void append_weight(const MlaAppendParams& p, int64_t begin, int64_t end) {
 
 template <class T>
 void append_cache(const MlaAppendParams& p, int64_t begin, int64_t end) {
-  if (p.cache.dtype == DType::kBFloat16) {
+  if (p.cache.format != CacheFormat::kDense) {
+    append_weight<T, QuantizedRow>(p, begin, end);
+  } else if (p.cache.dtype == DType::kBFloat16) {
     append_weight<T, BFloat16>(p, begin, end);
   } else {
     append_weight<T, float>(p, begin, end);

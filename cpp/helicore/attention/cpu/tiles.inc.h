@@ -618,14 +618,14 @@ static void attend_block(const TokenBlock<typename C::Elem>& block, AttendTile<C
   state.empty = false;
 }
 
-// One row of the result: o / l in memory order, 0 for an empty row.
+// One row of the result: o * factor / l in memory order, 0 for an empty row.
 template <class C, class T>
-static inline void write_row(const float* o, float l, int width, T* out) {
+static inline void write_row(const float* o, float l, float factor, int width, T* out) {
   if (l == 0.0f) {
     for (int c = 0; c < width; ++c) out[c] = T(0.0f);
     return;
   }
-  const VF inverse = set1(1.0f / l);
+  const VF inverse = set1(factor / l);
   constexpr int kVecs = C::kStrip / 16;
   for (int col = 0; col < width; col += C::kStrip) {
     VF a[kVecs];
