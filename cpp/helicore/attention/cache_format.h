@@ -12,8 +12,9 @@
 //               value = code * scale of its 16 values * scale, exact in bfloat16
 //
 // `scale` is the one number per layer in MlaCache (kFp8: any; kNvFp4: a power of two; kFp8DsMla:
-// none). Codes are those of quant/formats.h. Append writes no NaN code; NaN codes of other writers
-// decode to NaN here, and may decode to +-480 in a kernel that shifts bits.
+// none). Kernels read MlaCache::layout, or constants made of these functions at namespace scope:
+// device code can't call them. Codes are those of quant/formats.h. Append writes no NaN code; NaN
+// codes of other writers decode to NaN here, and may decode to +-480 in a kernel that shifts bits.
 #pragma once
 
 #include <cstdint>
