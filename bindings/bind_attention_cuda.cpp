@@ -18,16 +18,23 @@ using OptionalTensor = std::optional<TensorView>;
 
 const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
 
+attention::CacheCoding coding(const char* format, float scale) {
+  return {.format = attention::parse_cache_format(format, "attention.cache_format"),
+          .scale = scale};
+}
+
 attention::MlaDecodeArgs decode_args(const TensorView& q, const TensorView& cache,
                                      const TensorView& block_table, const TensorView& cu_q,
-                                     const TensorView& kv_len, const TensorView& out) {
+                                     const TensorView& kv_len, const TensorView& out,
+                                     const attention::CacheCoding& coding) {
   return {.q = q,
           .cache = cache,
           .block_table = block_table,
           .cu_q = cu_q,
           .kv_len = kv_len,
           .scale = 1.0f,
-          .out = out};
+          .out = out,
+          .coding = coding};
 }
 
 void bind_decode(nb::module_& m) {
@@ -35,19 +42,24 @@ void bind_decode(nb::module_& m) {
       "cuda_decode_workspace_bytes",
       [](const TensorView& q, const TensorView& cache, const TensorView& block_table,
          const TensorView& cu_q, const TensorView& kv_len, const TensorView& out,
-         int32_t fixed_splits) {
+         int32_t fixed_splits, const char* cache_format, float cache_scale) {
         return attention::cuda::decode_workspace_bytes(
-            decode_args(q, cache, block_table, cu_q, kv_len, out), fixed_splits);
+            decode_args(q, cache, block_table, cu_q, kv_len, out,
+                        coding(cache_format, cache_scale)),
+            fixed_splits);
       },
       "q"_a, "cache"_a, "block_table"_a, "cu_q"_a, "kv_len"_a, "out"_a, "fixed_splits"_a = 0,
+      "cache_format"_a = "auto", "cache_scale"_a = 1.0f,
       "Bytes of workspace that cuda_mla_decode needs for tensors of these shapes.");
   m.def(
       "cuda_mla_decode",
       [](const TensorView& q, const TensorView& cache, const TensorView& block_table,
          const TensorView& cu_q, const TensorView& kv_len, float scale, const TensorView& out,
          const OptionalTensor& kv_bound, const OptionalTensor& stats,
-         const OptionalTensor& workspace, int32_t fixed_splits) {
-        attention::MlaDecodeArgs args = decode_args(q, cache, block_table, cu_q, kv_len, out);
+         const OptionalTensor& workspace, int32_t fixed_splits, const char* cache_format,
+         float cache_scale) {
+        attention::MlaDecodeArgs args = decode_args(q, cache, block_table, cu_q, kv_len, out,
+                                                    coding(cache_format, cache_scale));
         args.scale = scale;
         args.kv_bound = pointer(kv_bound);
         args.stats = pointer(stats);
@@ -56,7 +68,7 @@ void bind_decode(nb::module_& m) {
       },
       "q"_a, "cache"_a, "block_table"_a, "cu_q"_a, "kv_len"_a, "scale"_a, "out"_a,
       "kv_bound"_a = nb::none(), "stats"_a = nb::none(), "workspace"_a = nb::none(),
-      "fixed_splits"_a = 0,
+      "fixed_splits"_a = 0, "cache_format"_a = "auto", "cache_scale"_a = 1.0f,
       "Absorbed paged attention on CUDA tensors, on torch's current stream.\n\n"
       "fixed_splits > 0 makes a row's bits independent of its batch.");
 }
@@ -69,7 +81,8 @@ void bind_attention_cuda(nb::module_& m) {
       "cuda_mla_append",
       [](const TensorView& kv_a, const TensorView& cache, const TensorView& slots,
          int64_t kv_lora_rank, const OptionalTensor& positions, const OptionalTensor& cos_sin,
-         const OptionalTensor& norm_weight, float eps, bool interleaved) {
+         const OptionalTensor& norm_weight, float eps, bool interleaved, const char* cache_format,
+         float cache_scale) {
         attention::cuda::mla_append({.kv_a = kv_a,
                                      .cache = cache,
                                      .slots = slots,
@@ -78,12 +91,27 @@ void bind_attention_cuda(nb::module_& m) {
                                      .cos_sin = pointer(cos_sin),
                                      .norm_weight = pointer(norm_weight),
                                      .eps = eps,
-                                     .interleaved = interleaved},
+                                     .interleaved = interleaved,
+                                     .coding = coding(cache_format, cache_scale)},
                                     current_cuda_stream(kv_a.device));
       },
       "kv_a"_a, "cache"_a, "slots"_a, "kv_lora_rank"_a, "positions"_a = nb::none(),
       "cos_sin"_a = nb::none(), "norm_weight"_a = nb::none(), "eps"_a = 1e-6f,
-      "interleaved"_a = true, "mla_append on CUDA tensors, on torch's current stream.");
+      "interleaved"_a = true, "cache_format"_a = "auto", "cache_scale"_a = 1.0f,
+      "mla_append on CUDA tensors, on torch's current stream.");
+  m.def(
+      "cuda_gather_rows",
+      [](const TensorView& cache, const TensorView& pages, const TensorView& out,
+         int64_t kv_lora_rank, const char* cache_format, float cache_scale) {
+        attention::cuda::gather_rows({.cache = cache,
+                                      .pages = pages,
+                                      .out = out,
+                                      .kv_lora_rank = kv_lora_rank,
+                                      .coding = coding(cache_format, cache_scale)},
+                                     current_cuda_stream(out.device));
+      },
+      "cache"_a, "pages"_a, "out"_a, "kv_lora_rank"_a, "cache_format"_a, "cache_scale"_a,
+      "out[i] = the row of token i of a request whose pages are given, of a quantised cache.");
   m.def(
       "cuda_rope_q",
       [](const TensorView& q, const TensorView& positions, const TensorView& cos_sin,

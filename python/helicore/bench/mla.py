@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from helicore.bench import environment
 from helicore.bench.report import Report, Result
 from helicore.bench.timing import interleave, medians, timed
+from helicore.config import QUANTISED_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +40,19 @@ class Shape:
 
     @property
     def name(self) -> str:
-        dtype = {"bfloat16": "bf16", "float32": "fp32"}[self.dtype]
+        dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(self.dtype, self.dtype)
         context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         return f"decode_{dtype}_h{self.heads}_b{self.batch}_l{context}_q{self.num_q}"
 
     @property
+    def is_quantised(self) -> bool:
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
     def cache_bytes(self) -> int:
-        width = 4 if self.dtype == "float32" else 2
-        return self.batch * self.context * (KV_LORA_RANK + ROPE_DIM) * width
+        from helicore import ops
+
+        return self.batch * self.context * ops.cache_row_bytes(self.dtype, KV_LORA_RANK, ROPE_DIM)
 
 
 CPU_SHAPES = (
@@ -74,6 +80,8 @@ CUDA_SHAPES = (
     Shape(16, 16384, 16),
     Shape(16, 16384, 16, num_q=4),
     Shape(16, 16384, 128, num_q=2),
+    *(Shape(64, 16384, 16, dtype=name) for name in ("bfloat16", *QUANTISED_DTYPES)),
+    *(Shape(16, 16384, 128, dtype=name) for name in QUANTISED_DTYPES),
 )
 
 
@@ -84,13 +92,36 @@ class _Case:
     block_table: Tensor
     cu_q: Tensor
     kv_len: Tensor
+    coding: tuple[str, float] = ("auto", 1.0)
+
+
+def _quantised(case: _Case, name: str) -> _Case:
+    """The same rows in a quantised format; `case` keeps what is left of them, for the peer."""
+    import torch
+
+    from helicore import ops
+    from helicore._core import attention
+
+    rows = case.cache
+    num_pages, page_size, width = rows.shape
+    coding = (name, {"fp8": 2.0**-6, "fp8_ds_mla": 1.0, "nvfp4": 2.0**-8}[name])
+    row_bytes = ops.cache_row_bytes(name, KV_LORA_RANK, ROPE_DIM)
+    pages = torch.empty((num_pages, page_size, row_bytes), dtype=torch.uint8, device=rows.device)
+    slots = torch.arange(num_pages * page_size, device=rows.device)
+    positions = torch.zeros(len(slots), dtype=torch.int32, device=rows.device)
+    table = torch.tensor([[1.0] * (ROPE_DIM // 2) + [0.0] * (ROPE_DIM // 2)], device=rows.device)
+    rest = (positions, table, None, 1e-6, False)
+    ops.mla_append(rows.view(-1, width), pages, slots, KV_LORA_RANK, *rest, *coding)
+    order = torch.arange(num_pages, dtype=torch.int32, device=rows.device)
+    attention.cuda_gather_rows(pages, order, rows.view(-1, width), KV_LORA_RANK, *coding)
+    return replace(case, cache=pages, coding=coding)
 
 
 def _make_case(shape: Shape, device: torch.device, seed: int) -> _Case:
     import torch
 
     g = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, shape.dtype)
+    dtype = torch.bfloat16 if shape.is_quantised else getattr(torch, shape.dtype)
     pages = -(-shape.context // PAGE_SIZE)
     width = KV_LORA_RANK + ROPE_DIM
     table = torch.randperm(shape.batch * pages, generator=g).view(shape.batch, pages)
@@ -135,10 +166,11 @@ def _ours(case: _Case, out: Tensor) -> Callable[[], object]:
 
     args = (case.q, case.cache, case.block_table, case.cu_q, case.kv_len)
     if case.q.device.type == "cpu":
-        return lambda: attention.mla_decode(*args, SCALE, out)
-    size = attention.cuda_decode_workspace_bytes(*args, out)
+        return lambda: attention.mla_decode(*args, SCALE, out, None, None, *case.coding)
+    rest = (0, *case.coding)
+    size = attention.cuda_decode_workspace_bytes(*args, out, *rest)
     workspace = torch.empty(size, dtype=torch.uint8, device=case.q.device)
-    return lambda: attention.cuda_mla_decode(*args, SCALE, out, None, None, workspace)
+    return lambda: attention.cuda_mla_decode(*args, SCALE, out, None, None, workspace, *rest)
 
 
 def _graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
@@ -208,7 +240,10 @@ def _measure(shape: Shape, device: torch.device, rounds: int, report: Report) ->
         copies = max(2, -(-_ROTATE_BYTES // shape.cache_bytes))
     cases = [_make_case(shape, device, seed) for seed in range(copies)]
     out = cases[0].q.new_empty((*cases[0].q.shape[:2], KV_LORA_RANK))
-    ours = [_ours(case, out) for case in cases]
+    ours_cases = cases
+    if shape.is_quantised:
+        ours_cases = [_quantised(case, shape.dtype) for case in cases]
+    ours = [_ours(case, out) for case in ours_cases]
 
     def peer_call(case: _Case) -> Callable[[], object]:
         return lambda: torch_decode(case.q, case.cache, case.block_table, shape.num_q)

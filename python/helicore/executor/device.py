@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helicore._core import NotSupportedError
-from helicore.config import QUANTISED_DTYPES, EngineConfig, FieldError
+from helicore.config import EngineConfig, FieldError
 from helicore.models.loader import why_no_cuda
 
 _GIB = 1 << 30
@@ -46,11 +46,6 @@ def _check_served(config: EngineConfig, device: torch.device) -> None:
             "host_gb",
             f"host_gb={settings.host_gb:g} is the hot tier of a CPU; on a GPU use gpu_gb for that "
             "and swap_host_gb for the level below",
-        )
-    if settings.dtype in QUANTISED_DTYPES:
-        raise NotSupportedError(
-            f"KVCacheConfig dtype={settings.dtype!r} is not served on a GPU, where auto, float32 "
-            'and bfloat16 are; use device="cpu"'
         )
     for name, value in (("deterministic", config.deterministic), ("disk_path", settings.disk_path)):
         if value:

@@ -10,19 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from helicore._core import NotSupportedError
 from helicore._core import attention as _attention
 
 _MAX_EXPANDED_BYTES = 512 << 20
 """Keys and values of one request's history that are expanded at a time; heads are cut to fit."""
-
-
-def _refuse_quantised(cache_format: str) -> None:
-    if cache_format != "auto":
-        raise NotSupportedError(
-            f'cache_format="{cache_format}" is not served on a GPU; bfloat16 and float32 caches '
-            '(cache_format="auto") are'
-        )
 
 
 def mla_append(
@@ -38,9 +29,10 @@ def mla_append(
     cache_format: str = "auto",
     cache_scale: float = 1.0,
 ) -> None:
-    _refuse_quantised(cache_format)
+    norm = (norm_weight, eps)
+    coding = (cache_format, cache_scale)
     _attention.cuda_mla_append(
-        kv_a, cache, slots, kv_lora_rank, positions, cos_sin, norm_weight, eps, interleaved
+        kv_a, cache, slots, kv_lora_rank, positions, cos_sin, *norm, interleaved, *coding
     )
 
 
@@ -82,13 +74,13 @@ def _decode(
     kv_lora_rank: int,
     kv_bound: Tensor | None,
     stats: Tensor | None,
+    coding: tuple[str, float],
 ) -> Tensor:
     out = q.new_empty((q.shape[0], q.shape[1], kv_lora_rank))
-    size = _attention.cuda_decode_workspace_bytes(q, cache, block_table, cu_q, kv_len, out)
+    args = (q, cache, block_table, cu_q, kv_len)
+    size = _attention.cuda_decode_workspace_bytes(*args, out, 0, *coding)
     workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
-    _attention.cuda_mla_decode(
-        q, cache, block_table, cu_q, kv_len, scale, out, kv_bound, stats, workspace
-    )
+    _attention.cuda_mla_decode(*args, scale, out, kv_bound, stats, workspace, 0, *coding)
     return out
 
 
@@ -104,8 +96,8 @@ def mla_decode(
     cache_format: str = "auto",
     cache_scale: float = 1.0,
 ) -> Tensor:
-    _refuse_quantised(cache_format)
-    return _decode(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank, kv_bound, None)
+    coding = (cache_format, cache_scale)
+    return _decode(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank, kv_bound, None, coding)
 
 
 def mla_decode_stats(
@@ -120,10 +112,10 @@ def mla_decode_stats(
     cache_format: str = "auto",
     cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_quantised(cache_format)
     stats = q.new_empty((q.shape[0], q.shape[1], 2), dtype=torch.float32)
-    out = _decode(q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank, kv_bound, stats)
-    return out, stats
+    coding = (cache_format, cache_scale)
+    args = (q, cache, block_table, cu_q, kv_len, scale, kv_lora_rank, kv_bound, stats)
+    return _decode(*args, coding), stats
 
 
 def mla_prefill(
@@ -141,7 +133,6 @@ def mla_prefill(
     cache_scale: float = 1.0,
 ) -> Tensor:
     """cu_q and kv_len decide the shapes of the products; given on the host, nothing waits."""
-    _refuse_quantised(cache_format)
     out = q.new_empty((q.shape[0], q.shape[1], v_dim))
     ends, lengths = cu_q.tolist(), kv_len.tolist()
     page_size = cache.shape[1]
@@ -149,8 +140,12 @@ def mla_prefill(
         begin, end = ends[request], ends[request + 1]
         if begin == end:
             continue
-        pages = block_table[request, : -(-length // page_size)].long()
-        rows = cache.index_select(0, pages).view(-1, cache.shape[2])[:length]
+        pages = block_table[request, : -(-length // page_size)]
+        if cache_format == "auto":
+            rows = cache.index_select(0, pages).view(-1, cache.shape[2])[:length]
+        else:
+            rows = q.new_empty((length, kv_lora_rank + q.shape[2] - w_uk.shape[1]))
+            _attention.cuda_gather_rows(cache, pages, rows, kv_lora_rank, cache_format, cache_scale)
         out[begin:end] = _expanded(q[begin:end], rows, w_uk, w_uv, scale, kv_lora_rank)
     return out.view(q.shape[0], -1)
 

@@ -41,18 +41,6 @@ def test_what_a_gpu_does_not_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         devices.choose_device(EngineConfig(device="cuda", deterministic=True))
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_ds_mla", "nvfp4"])
-def test_quantised_caches_are_refused_on_a_gpu_by_what_is_served(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    config = EngineConfig(kv_cache=KVCacheConfig(dtype=dtype))
-    assert devices.choose_device(config, is_loaded=False) == devices.CPU
-    monkeypatch.setattr(devices, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(NotSupportedError, match=f"{dtype}.* auto, float32 and bfloat16"):
-        devices.choose_device(config)
-
-
 def test_gpu_memory_is_nine_tenths_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)

@@ -95,7 +95,7 @@ PreparedDecode prepare(const MlaDecodeArgs& args) {
                 {args.kv_bound, "kv_bound"},
                 {args.stats, "stats"}},
                kWhere);
-  p.cache = make_mla_cache(shape_of(args.cache), rank, kWhere);
+  p.cache = make_mla_cache(shape_of(args.cache), rank, kWhere, args.coding);
   check_shape(args.q, {-1, -1, p.cache.width()}, kWhere, "q");
   check_contiguous(args.q, kWhere, "q");
   p.num_tokens = args.q.size(0);
@@ -140,7 +140,7 @@ void mla_append(const MlaAppendArgs& args, Stream stream) {
                 {args.cos_sin, "cos_sin"},
                 {args.norm_weight, "norm_weight"}},
                kWhere);
-  p.cache = make_mla_cache(shape_of(args.cache), args.kv_lora_rank, kWhere);
+  p.cache = make_mla_cache(shape_of(args.cache), args.kv_lora_rank, kWhere, args.coding);
   check_shape(args.kv_a, {-1, p.cache.width()}, kWhere, "kv_a");
   check_row_major(args.kv_a, kWhere, "kv_a");
   p.num_tokens = args.kv_a.size(0);
@@ -164,6 +164,25 @@ void mla_append(const MlaAppendArgs& args, Stream stream) {
   check_contiguous(args.slots, kWhere, "slots");
   p.slots = args.slots.ptr<const int64_t>();
   launch_mla_append(p, stream);
+}
+
+void gather_rows(const GatherRowsArgs& args, Stream stream) {
+  constexpr const char* kWhere = "attention.gather_rows";
+  check_device({{&args.out, "out"}, {&args.cache, "cache"}, {&args.pages, "pages"}}, kWhere);
+  GatherRowsParams p;
+  p.cache = make_mla_cache(shape_of(args.cache), args.kv_lora_rank, kWhere, args.coding);
+  HELICORE_CHECK(p.cache.format != CacheFormat::kDense, kWhere,
+                 "cache must be of a quantised format, got auto");
+  check_shape(args.out, {-1, p.cache.width()}, kWhere, "out");
+  check_contiguous(args.out, kWhere, "out");
+  p.num_tokens = args.out.size(0);
+  check_int32(args.pages, {-1}, kWhere, "pages");
+  HELICORE_CHECK(args.pages.size(0) * p.cache.page_size >= p.num_tokens, kWhere, "pages must hold ",
+                 p.num_tokens, " tokens, got ", args.pages.describe());
+  p.pages = args.pages.ptr<const int32_t>();
+  p.out = args.out.data;
+  p.out_dtype = args.out.dtype;
+  launch_gather_rows(p, stream);
 }
 
 void rope_q(const TensorView& q, const TensorView& positions, const TensorView& cos_sin,

@@ -12,6 +12,16 @@
 namespace helicore::attention::cuda {
 
 void mla_append(const MlaAppendArgs& args, Stream stream);
+
+struct GatherRowsArgs {
+  TensorView cache;          // uint8 [num_pages, page_size, row_bytes]
+  TensorView pages;          // [n] int32, the first pages of a request
+  TensorView out;            // [T, R + dr], bfloat16 or float32, written: the first T tokens
+  int64_t kv_lora_rank = 0;  // R
+  CacheCoding coding = {};
+};
+// Rows of a quantised cache as elements.
+void gather_rows(const GatherRowsArgs& args, Stream stream);
 void rope_q(const TensorView& q, const TensorView& positions, const TensorView& cos_sin,
             bool interleaved, Stream stream);
 void merge_states(const MergeStatesArgs& args, Stream stream);

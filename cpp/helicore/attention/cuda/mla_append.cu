@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kRopeThreads)
 
 void launch_mla_append(const MlaAppendParams& params, Stream stream) {
   if (params.num_tokens == 0) return;
+  if (params.cache.format != CacheFormat::kDense) return launch_append_coded(params, stream);
   dispatch_float(params.kv_a_dtype, "kv_a", [&](auto in) {
     dispatch_float(params.norm_dtype, "norm_weight", [&](auto weight) {
       dispatch_float(params.cache.dtype, "cache", [&](auto out) {

@@ -14,7 +14,19 @@ namespace helicore::attention::cuda {
 // An opaque cudaStream_t, so that callers need no CUDA header; null is the default stream.
 using Stream = void*;
 
+// Rows of one request as elements: out[i] = the row of its token i.
+struct GatherRowsParams {
+  MlaCache cache;                  // of a quantised format
+  const int32_t* pages = nullptr;  // [ceil(num_tokens / page_size)]
+  int64_t num_tokens = 0;
+  void* out = nullptr;  // [num_tokens, E]
+  DType out_dtype = DType::kBFloat16;
+};
+
 void launch_mla_append(const MlaAppendParams& params, Stream stream);
+// Of a quantised cache; launch_mla_append comes here.
+void launch_append_coded(const MlaAppendParams& params, Stream stream);
+void launch_gather_rows(const GatherRowsParams& params, Stream stream);
 void launch_rope_rows(const RopeRowsParams& params, Stream stream);
 void launch_merge_states(const MergeStatesParams& params, Stream stream);
 

@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "helicore/attention/cuda/common.cuh"
 #include "helicore/attention/cuda/decode_dispatch.h"
+#include "helicore/attention/cuda/formats.cuh"
 #include "helicore/attention/cuda/mla_cuda.h"
 #include "helicore/attention/cuda/ranges.cuh"
 #include "helicore/core/cuda/check.h"
@@ -52,11 +54,20 @@ __device__ inline void load_tile(const MlaDecodeParams& p, const int32_t* pages,
       for (int d = threadIdx.x % kWarpSize; d < width; d += kWarpSize) row[d] = 0.0f;
       continue;
     }
-    const CT* src = static_cast<const CT*>(p.cache.data) +
-                    static_cast<int64_t>(pages[token / p.cache.page_size]) * p.cache.page_stride +
-                    static_cast<int64_t>(token % p.cache.page_size) * width;
-    for (int d = threadIdx.x % kWarpSize; d < width; d += kWarpSize)
-      row[d] = load_as_float(src + d);
+    const int64_t page = pages[token / p.cache.page_size];
+    const int64_t offset = token % p.cache.page_size;
+    if constexpr (std::is_same_v<CT, CodedRow>) {
+      const CodedRow src = coded_row(p.cache, page, offset);
+      for (int d = threadIdx.x % kWarpSize; d < width; d += kWarpSize) {
+        row[d] = coded_value(p.cache, src, d);
+      }
+    } else {
+      const CT* src =
+          static_cast<const CT*>(p.cache.data) + page * p.cache.page_stride + offset * width;
+      for (int d = threadIdx.x % kWarpSize; d < width; d += kWarpSize) {
+        row[d] = load_as_float(src + d);
+      }
+    }
   }
 }
 
@@ -185,6 +196,13 @@ int64_t portable_splits(const MlaDecodeParams& params, int64_t max_kv_len,
   return std::min((2 * device.num_sms + blocks - 1) / blocks, useful);
 }
 
+// Calls fn(T{}) with the element type of the cache, CodedRow for a quantised one.
+template <typename Fn>
+void dispatch_cache(const MlaCache& cache, Fn&& fn) {
+  if (cache.format != CacheFormat::kDense) return fn(CodedRow{});
+  dispatch_float(cache.dtype, "cache", fn);
+}
+
 void run_portable(const MlaDecodeParams& params, const SplitOutput& partial, Stream stream) {
   const SharedLayout layout(params.cache.kv_lora_rank, static_cast<int>(params.cache.width()));
   const size_t shared_bytes = static_cast<size_t>(layout.total) * sizeof(float);
@@ -193,7 +211,7 @@ void run_portable(const MlaDecodeParams& params, const SplitOutput& partial, Str
                   static_cast<unsigned>((params.num_heads + kHeadTile - 1) / kHeadTile),
                   static_cast<unsigned>(partial.num_splits));
   dispatch_float(params.q_dtype, "q", [&](auto q) {
-    dispatch_float(params.cache.dtype, "cache", [&](auto c) {
+    dispatch_cache(params.cache, [&](auto c) {
       auto* kernel = mla_decode_kernel<decltype(q), decltype(c)>;
       helicore::cuda::check(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

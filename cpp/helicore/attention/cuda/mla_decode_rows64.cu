@@ -182,9 +182,9 @@ bool fills_tiles(const MlaDecodeParams& p, bool fixed) {
 
 bool supports_rows64(const MlaDecodeParams& p, const DecodeDevice& device, bool fixed) {
   return device.compute_major == 9 && p.q_dtype == DType::kBFloat16 &&
-         p.cache.dtype == DType::kBFloat16 && p.cache.kv_lora_rank == kRank &&
-         (p.cache.rope_dim == kChunk || p.cache.rope_dim == 0) && p.num_requests > 0 &&
-         fills_tiles(p, fixed) && supports_page(p.cache.page_size) &&
+         p.cache.format == CacheFormat::kDense && p.cache.dtype == DType::kBFloat16 &&
+         p.cache.kv_lora_rank == kRank && (p.cache.rope_dim == kChunk || p.cache.rope_dim == 0) &&
+         p.num_requests > 0 && fills_tiles(p, fixed) && supports_page(p.cache.page_size) &&
          p.cache.page_stride * 2 % kUnit == 0 && aligned(p.cache.data) && aligned(p.q) &&
          aligned(p.out) && blocks_of(p) < (int64_t{1} << 31);
 }

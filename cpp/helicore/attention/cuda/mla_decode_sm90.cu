@@ -1,4 +1,5 @@
-// Absorbed decode on tensor cores: bfloat16 queries and cache, R = 512, rope width 64 or 0, sm_90.
+// Absorbed decode on tensor cores: bfloat16 queries, a bfloat16 cache of rope width 64 or 0 or a
+// quantised one of rope width 64 (coded_tiles.cuh), R = 512, sm_90.
 //
 // A block serves kRows heads of one query token and one split of its tokens. Tiles of 64 latent
 // rows arrive by one bulk copy per row, a ring of stages deep; a row in shared memory is padded by
@@ -14,6 +15,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "helicore/attention/cuda/coded_tiles.cuh"
 #include "helicore/attention/cuda/common.cuh"
 #include "helicore/attention/cuda/decode_dispatch.h"
 #include "helicore/attention/cuda/mla_cuda.h"
@@ -38,16 +40,25 @@ constexpr int kSmallRows = 16;
 constexpr int kLargeRows = 64;
 
 // How the work of a block is laid out for kRows heads.
-template <int kRows_, int kRope>
+template <int kRows_, int kRope_, CacheFormat kFormat_ = CacheFormat::kDense>
 struct Layout {
+  static constexpr int kRank = cuda::kRank;
+  static constexpr int kTokens = cuda::kTokens;
+  static constexpr int kWarps = cuda::kWarps;
   static constexpr int kRows = kRows_;
+  static constexpr int kRope = kRope_;
+  static constexpr CacheFormat kFormat = kFormat_;
+  static constexpr bool kIsCoded = kFormat != CacheFormat::kDense;
   static constexpr int kWidth = kRank + kRope;
   static constexpr int kRowBytes = kWidth * 2;
   static constexpr int kRowStride = kRowBytes + kUnit;
   static constexpr int kStageBytes = kTokens * kRowStride;
   static constexpr int kSteps = kWidth / 16;  // of the score product
   static constexpr bool kQueriesInRegisters = kRows == kSmallRows;
-  static constexpr int kStages = kQueriesInRegisters ? 3 : 2;
+  // A coded tile has a ring of its own and is decoded into the one stage there is.
+  static constexpr int kStages = kIsCoded ? 1 : kQueriesInRegisters ? 3 : 2;
+  static constexpr int kRawStages = !kIsCoded ? 0 : kQueriesInRegisters ? 3 : 1;
+  static constexpr int kRing = kIsCoded ? kRawStages : kStages;  // tiles under way
 
   static constexpr int kRowTiles = kRows / 16;
   // Scores end up as one row tile of a warp, kTokenTiles products of 16 x 8.
@@ -61,7 +72,11 @@ struct Layout {
       kProb + kRows * kProbBytes;  // [kTokenWarps, kRows], at the end sums
   static constexpr int kCorr = kRowMax + kTokenWarps * kRows * 4;  // [kRows], at the end maxima
   static constexpr int kBarriers = kCorr + kRows * 4;
-  static constexpr int kTotal = kBarriers + kStages * 8;
+  static constexpr int kRawRowBytes = static_cast<int>(row_bytes(kFormat, kRank, kRope));
+  static constexpr int kRawStride = kRawRowBytes + kUnit;
+  static constexpr int kRawStageBytes = kTokens * kRawStride;
+  static constexpr int kRaw = (kBarriers + kRing * 8 + kUnit - 1) / kUnit * kUnit;
+  static constexpr int kTotal = kRaw + kRawStages * kRawStageBytes;
 };
 
 // Address of 16-byte unit `unit` of row `row`; units are permuted within groups of eight, so that
@@ -385,7 +400,7 @@ template <typename L>
 __device__ inline void store_rows(const MlaDecodeParams& p, const SplitOutput& partial,
                                   int64_t row_begin, int heads,
                                   const float (&o)[L::kRowTiles][kColumnTiles][4],
-                                  const float* row_sum, const float* row_m) {
+                                  const float* row_sum, const float* row_m, float factor) {
   const int lane = threadIdx.x % kWarpSize;
   const int column = threadIdx.x / kWarpSize * kWarpColumns + lane % 4 * 2;
   const bool split = partial.num_splits > 1;
@@ -401,7 +416,7 @@ __device__ inline void store_rows(const MlaDecodeParams& p, const SplitOutput& p
       const int row = i * 16 + lane / 4 + h * 8;
       if (row >= heads) continue;
       const float l = total(row);
-      const float inv = l > 0.0f ? 1.0f / l : 0.0f;
+      const float inv = l > 0.0f ? factor / l : 0.0f;
       const int64_t at = (row_begin + row) * kRank + column;
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
@@ -459,19 +474,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (tiles <= 0) return store_empty(p, partial, row_begin, heads);
 
   const uint32_t shared = shared_address(smem);
-  const TileSource<L> source = {p, p.block_table + request * p.block_table_stride, range, shared,
-                                smem};
+  using Source = std::conditional_t<L::kIsCoded, CodedSource<L>, TileSource<L>>;
+  const Source source = {p, p.block_table + request * p.block_table_stride, range, shared, smem};
   float* const row_max = reinterpret_cast<float*>(smem + L::kRowMax);
   float* const corr = reinterpret_cast<float*>(smem + L::kCorr);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::kStages; ++i) barrier_init(shared + L::kBarriers + i * 8, 1);
+    for (int i = 0; i < L::kRing; ++i) barrier_init(shared + L::kBarriers + i * 8, 1);
     fence_before_bulk_copies();
   }
   __syncthreads();
 
   // Queries that end up in registers pass through the last stage, which is filled afterwards.
-  constexpr int kEarly = L::kQueriesInRegisters ? L::kStages - 1 : L::kStages;
-  constexpr int kQueriesAt = L::kQueriesInRegisters ? kEarly * L::kStageBytes : L::kQ;
+  constexpr int kLast = L::kStages - 1;
+  constexpr int kEarly = !L::kIsCoded && L::kQueriesInRegisters ? kLast : L::kRing;
+  constexpr int kQueriesAt = L::kQueriesInRegisters ? kLast * L::kStageBytes : L::kQ;
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
     if (i < tiles) source.start(i, source.page_of(i));
@@ -483,10 +499,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (L::kQueriesInRegisters) {
     fence_before_bulk_copies();
     __syncthreads();
-    if (kEarly < tiles) source.start(kEarly, source.page_of(kEarly));
+    if (!L::kIsCoded && kEarly < tiles) source.start(kEarly, source.page_of(kEarly));
     __syncthreads();
   }
-  int next_page = source.page_of(L::kStages);
+  int next_page = source.page_of(L::kRing);
+  const auto refill = [&](int tile) {
+    if (tile + L::kRing >= tiles) return;
+    source.start(tile + L::kRing, next_page);
+    next_page = source.page_of(tile + L::kRing + 1);
+  };
+  // kFp8's one scale goes into the scores and the results.
+  const float factor = L::kFormat == CacheFormat::kFp8 ? p.cache.scale : 1.0f;
 
   Softmax<L> softmax;
   float o[L::kRowTiles][kColumnTiles][4] = {};
@@ -494,21 +517,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t rows = shared + tile % L::kStages * L::kStageBytes;
     float s[L::kTokenTiles][4];
     source.wait(tile);
+    if constexpr (L::kIsCoded) {
+      source.decode(tile);
+      __syncthreads();
+      refill(tile);
+    }
     queries.scores(rows, smem + L::kProb, s);
-    softmax.mask(s, p.scale * kLog2E, range.y - range.x - tile * kTokens, row_max);
+    softmax.mask(s, p.scale * factor * kLog2E, range.y - range.x - tile * kTokens, row_max);
     __syncthreads();
     softmax.update(s, row_max, corr, smem + L::kProb);
     __syncthreads();
     accumulate<L>(o, rows, shared + L::kProb, corr);
     __syncthreads();  // the stage, the probabilities and the factors are used up
-    if (tile + L::kStages < tiles) {
-      source.start(tile + L::kStages, next_page);
-      next_page = source.page_of(tile + L::kStages + 1);
-    }
+    if constexpr (!L::kIsCoded) refill(tile);
   }
   softmax.finish(row_max, corr);
   __syncthreads();
-  store_rows<L>(p, partial, row_begin, heads, o, row_max, corr);
+  store_rows<L>(p, partial, row_begin, heads, o, row_max, corr, factor);
 #endif
 }
 
@@ -522,12 +547,18 @@ int64_t blocks_of(const MlaDecodeParams& p) {
 
 bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; }
 
+bool supports_rows(const MlaCache& cache) {
+  if (cache.format == CacheFormat::kDense) {
+    return cache.dtype == DType::kBFloat16 && (cache.rope_dim == 64 || cache.rope_dim == 0) &&
+           cache.page_stride * 2 % kUnit == 0;
+  }
+  return cache.rope_dim == 64 && cache.page_stride % kUnit == 0;
+}
+
 bool supports_latent(const MlaDecodeParams& p, const DecodeDevice& device, bool) {
   return device.compute_major >= 9 && p.q_dtype == DType::kBFloat16 &&
-         p.cache.dtype == DType::kBFloat16 && p.cache.kv_lora_rank == kRank &&
-         (p.cache.rope_dim == 64 || p.cache.rope_dim == 0) &&
-         p.cache.page_stride * 2 % kUnit == 0 && aligned(p.cache.data) && aligned(p.q) &&
-         aligned(p.out) && blocks_of(p) < (int64_t{1} << 31);
+         p.cache.kv_lora_rank == kRank && supports_rows(p.cache) && aligned(p.cache.data) &&
+         aligned(p.q) && aligned(p.out) && blocks_of(p) < (int64_t{1} << 31);
 }
 
 // The count that a simple model of the call's time likes best: waves of blocks, each a start-up and
@@ -565,20 +596,33 @@ void launch(const MlaDecodeParams& p, const SplitOutput& partial, Stream stream)
   kernel<<<grid, kThreads, L::kTotal, static_cast<cudaStream_t>(stream)>>>(p, partial);
 }
 
-template <int kRope>
+template <int kRope, CacheFormat kFormat>
 void launch_rows(const MlaDecodeParams& p, const SplitOutput& partial, Stream stream) {
   if (rows_of(p) == kLargeRows) {
-    launch<Layout<kLargeRows, kRope>>(p, partial, stream);
+    launch<Layout<kLargeRows, kRope, kFormat>>(p, partial, stream);
   } else {
-    launch<Layout<kSmallRows, kRope>>(p, partial, stream);
+    launch<Layout<kSmallRows, kRope, kFormat>>(p, partial, stream);
   }
 }
 
 void run_latent(const MlaDecodeParams& p, const SplitOutput& partial, Stream stream) {
-  if (p.cache.rope_dim == 0) {
-    launch_rows<0>(p, partial, stream);
-  } else {
-    launch_rows<64>(p, partial, stream);
+  switch (p.cache.format) {
+    case CacheFormat::kDense:
+      if (p.cache.rope_dim == 0) {
+        launch_rows<0, CacheFormat::kDense>(p, partial, stream);
+      } else {
+        launch_rows<64, CacheFormat::kDense>(p, partial, stream);
+      }
+      break;
+    case CacheFormat::kFp8:
+      launch_rows<64, CacheFormat::kFp8>(p, partial, stream);
+      break;
+    case CacheFormat::kFp8DsMla:
+      launch_rows<64, CacheFormat::kFp8DsMla>(p, partial, stream);
+      break;
+    case CacheFormat::kNvFp4:
+      launch_rows<64, CacheFormat::kNvFp4>(p, partial, stream);
+      break;
   }
   helicore::cuda::check_launch("latent_decode_kernel");
 }

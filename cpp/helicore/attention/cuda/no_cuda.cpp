@@ -14,6 +14,7 @@ namespace {
 }  // namespace
 
 void launch_mla_append(const MlaAppendParams&, Stream) { refuse("mla_append"); }
+void launch_gather_rows(const GatherRowsParams&, Stream) { refuse("gather_rows"); }
 void launch_rope_rows(const RopeRowsParams&, Stream) { refuse("rope_q"); }
 void launch_merge_states(const MergeStatesParams&, Stream) { refuse("merge_states"); }
 DecodeSplits plan_decode_splits(const MlaDecodeParams&, int64_t, const DecodeDevice&, int32_t) {
