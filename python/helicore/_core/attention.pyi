@@ -8,6 +8,7 @@ __all__: list[str] = [
     "absorbed_is_cheaper",
     "cache_row_bytes",
     "cuda_decode_workspace_bytes",
+    "cuda_gather_rows",
     "cuda_merge_states",
     "cuda_mla_append",
     "cuda_mla_decode",
@@ -37,8 +38,20 @@ def cuda_decode_workspace_bytes(
     kv_len: torch.Tensor,
     out: torch.Tensor,
     fixed_splits: int = 0,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> int:
     """Bytes of workspace that cuda_mla_decode needs for tensors of these shapes."""
+
+def cuda_gather_rows(
+    cache: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    kv_lora_rank: int,
+    cache_format: str,
+    cache_scale: float,
+) -> None:
+    """out[i] = the row of token i of a request whose pages are given, of a quantised cache."""
 
 def cuda_merge_states(
     o_a: torch.Tensor,
@@ -60,6 +73,8 @@ def cuda_mla_append(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-06,
     interleaved: bool = True,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     """mla_append on CUDA tensors, on torch's current stream."""
 
@@ -75,6 +90,8 @@ def cuda_mla_decode(
     stats: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     fixed_splits: int = 0,
+    cache_format: str = "auto",
+    cache_scale: float = 1.0,
 ) -> None:
     """
     Absorbed paged attention on CUDA tensors, on torch's current stream.
