@@ -306,4 +306,16 @@ void check_invariants(const ManagerState& state) {
   check_tree(state);
 }
 
+std::vector<TokenRange> Introspection::missing(const KVCache& cache, size_t life_cycle) {
+  const TokenRange history{0, cache.history_length_};
+  std::vector<TokenRange> missing;
+  int32_t end = history.begin;
+  for (const TokenRange& range : cache.missing_.remaining(life_cycle, history)) {
+    if (range.begin > end) missing.push_back({end, range.begin});
+    end = range.end;
+  }
+  if (end < history.end) missing.push_back({end, history.end});
+  return missing;
+}
+
 }  // namespace helicore::kv

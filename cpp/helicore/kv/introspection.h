@@ -24,6 +24,8 @@ struct Introspection {
   static NodeId tail_node(const KVCache& cache) { return cache.tail_node_; }
   static std::span<const TokenId> tail_tokens(const KVCache& cache) { return cache.tail_tokens_; }
   static const PrefetchState& prefetch(const KVCache& cache) { return cache.prefetch_; }
+  // Rows of the history that the layer group does not have.
+  static std::vector<TokenRange> missing(const KVCache& cache, size_t life_cycle);
   static bool may_share(const KVCache& cache) { return cache.may_share_; }
   static std::span<const PageHandle> scratch_pages(const KVCache& cache, size_t life_cycle) {
     return cache.scratch_.pages(life_cycle);

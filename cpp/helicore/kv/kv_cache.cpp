@@ -231,7 +231,7 @@ bool KVCache::finish_resume() {
   while (look_after_waits()) {
     const std::unique_lock lock(state_->mutex);
     state_->begin_operation();
-    if (!is_lost_) return true;
+    if (!is_lost_) break;
     suspend_locked();
     if (lost_required()) return fail({.data_lost = true}, state_->stats.failed_resumes);
     // NOTE: nothing was started on the pages yet. Each turn lets go of one at least.
@@ -241,6 +241,7 @@ bool KVCache::finish_resume() {
     state_->verify();
     if (!resumed) return false;
   }
+  was_resumed_ = true;
   return true;
 }
 

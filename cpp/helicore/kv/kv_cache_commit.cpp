@@ -6,6 +6,16 @@
 #include "helicore/kv/manager_state.h"
 
 namespace helicore::kv {
+namespace {
+
+// Who pins the node may not hold its pages, but duplicates of them.
+void mark_shown(ManagerState& state, NodeId node) noexcept {
+  for (const PageId page : state.tree.pages(node)) {
+    if (page != kNoPage) state.store.mark_forked(state.store.pages().handle(page));
+  }
+}
+
+}  // namespace
 
 void KVCache::commit_locked(std::span<const TokenId> tokens, bool is_end) {
   if (may_share_) check_forked_commit(tokens);
@@ -50,7 +60,10 @@ void KVCache::commit_full_block(std::span<const TokenId> tokens) {
   }
   const InsertResult result = state.tree.insert(tail_node_, tokens, shown);
   if (result.outcome == InsertOutcome::kExisting) adopt_block(result.node, ordinal);
-  if (has_duplicate_) mark_block(ordinal);
+  if (has_duplicate_) {
+    mark_block(ordinal);
+    mark_shown(state, result.node);
+  }
   for (size_t lc = 0; lc < tables_.size(); ++lc) {
     // Kept until now only to be shown.
     if (is_live(ordinal, lc) || page(ordinal, lc).is_null() || !is_active()) continue;

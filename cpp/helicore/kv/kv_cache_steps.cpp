@@ -285,7 +285,7 @@ bool KVCache::resume_locked(std::optional<int64_t> stream) {
   if (stream) stream_ = stream;
   if (needs_copy_ || may_share_ || needs_state_) copy_blocks_locked(num_blocks_);
   status_ = CacheStatus::kActive;
-  was_resumed_ = owns_rows_ = true;
+  owns_rows_ = true;
   lock_pages();
   forget_failure();
   ++state.num_active;

@@ -81,7 +81,7 @@ std::string values_text(const Operation::Entry& entry, size_t max_list) {
 }  // namespace
 
 std::string_view name_of(OperationKind kind) noexcept {
-  constexpr std::array<std::string_view, 34> kNames = {"unknown",
+  constexpr std::array<std::string_view, 35> kNames = {"unknown",
                                                        "create_kv_cache",
                                                        "resume",
                                                        "suspend",
@@ -114,7 +114,8 @@ std::string_view name_of(OperationKind kind) noexcept {
                                                        "enable_swa_scratch_reuse",
                                                        "mark_stats_excluded",
                                                        "drain_events",
-                                                       "snapshot_events"};
+                                                       "snapshot_events",
+                                                       "select_optional_reuse"};
   const auto at = static_cast<size_t>(kind);
   return kNames[at < kNames.size() ? at : 0];
 }

@@ -50,6 +50,7 @@ enum class OperationKind : uint8_t {
   kExcludeStats = 31,
   kDrainEvents = 32,  // where there is a buffer, as kSnapshotEvents
   kSnapshotEvents = 33,
+  kSelectOptionalReuse = 34,
 };
 // The name of the method, "unknown" for a number of a later version.
 [[nodiscard]] std::string_view name_of(OperationKind kind) noexcept;
@@ -72,7 +73,7 @@ enum class OperationField : uint8_t {
   kNumTokens = 13,
   kCounts = 14,
   kIsEnd = 15,
-  kGroup = 16,
+  kGroup = 16,  // of layers; those that a selection keeps
   kBeam = 17,
   kRowSize = 18,
   kNumResults = 19,  // of a batch call, when the caller's array does not have one per cache

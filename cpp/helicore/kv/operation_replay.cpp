@@ -133,7 +133,9 @@ Replayer::Replayer(const OperationLog& log, ReplayOptions options)
     : log_(log), options_(std::move(options)) {
   KVCacheManagerConfig config = config_for(log, options_);
   HELICORE_CHECK(!config.cache_tiers.empty(), kWhere, "config has no cache_tiers");
-  auto device = std::make_unique<ReplayDevice>(log.grains);
+  const bool is_gpu = std::holds_alternative<GpuCacheTierConfig>(config.cache_tiers[0]);
+  const DeviceType type = is_gpu ? DeviceType::kCuda : DeviceType::kCpu;
+  auto device = std::make_unique<ReplayDevice>(type, log.grains);
   device_ = device.get();
   manager_ = std::make_unique<KVCacheManager>(std::move(config), std::move(device));
   ManagerState& state = Introspection::state(*manager_);
@@ -334,6 +336,10 @@ void Replayer::call_on_cache(const Operation& operation) {
       return target->suspend();
     case Kind::kSetScratchReuse:
       return target->scratch().set_enabled(need(operation, Field::kIsEnabled) != 0);
+    case Kind::kSelectOptionalReuse: {
+      const auto kept = list32(operation, Field::kGroup);
+      return target->select_optional_reuse(std::vector<LifeCycleId>(kept.begin(), kept.end()));
+    }
     case Kind::kSetStream:
       return target->set_stream(stream_of(operation).value_or(0));
     case Kind::kPrefetch:

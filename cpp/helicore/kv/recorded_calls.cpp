@@ -331,6 +331,14 @@ void set_scratch_reuse(OperationSink& sink, KVCache& cache, bool is_enabled) {
   run_on(sink, std::move(operation), cache, [&] { cache.scratch().set_enabled(is_enabled); });
 }
 
+void select_optional_reuse(OperationSink& sink, KVCache& cache,
+                           std::span<const LifeCycleId> groups) {
+  Operation operation = on(Kind::kSelectOptionalReuse, cache);
+  auto& kept = operation.list(Field::kGroup);
+  for (const LifeCycleId group : groups) kept.push_back(group.value());
+  run_on(sink, std::move(operation), cache, [&] { cache.select_optional_reuse(groups); });
+}
+
 void exclude_stats(OperationSink& sink, KVCacheManager& manager, int64_t id) {
   Operation operation{Kind::kExcludeStats, {}};
   operation.set(Field::kId, id);

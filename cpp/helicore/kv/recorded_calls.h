@@ -55,6 +55,8 @@ void set_stream(OperationSink& sink, KVCache& cache, int64_t stream);
 int64_t maintain(OperationSink& sink, KVCacheManager& manager, int64_t max_pages);
 bool adjust(OperationSink& sink, KVCacheManager& manager);
 void set_scratch_reuse(OperationSink& sink, KVCache& cache, bool is_enabled);
+void select_optional_reuse(OperationSink& sink, KVCache& cache,
+                           std::span<const LifeCycleId> groups);
 void exclude_stats(OperationSink& sink, KVCacheManager& manager, int64_t id);
 [[nodiscard]] std::vector<KVEvent> drain_events(OperationSink& sink, KVCacheManager& manager,
                                                 size_t max_events);

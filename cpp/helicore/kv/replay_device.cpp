@@ -18,10 +18,13 @@ class EmptyPool final : public MemoryPool {
   int64_t num_bytes_;
 };
 
+// Work on the stream of a GPU is done when a call returns.
+StreamHandle here(StreamHandle stream) { return std::min<StreamHandle>(stream, 0); }
+
 }  // namespace
 
-ReplayDevice::ReplayDevice(std::vector<int64_t> grains)
-    : order_(make_cache_device({})), grains_(std::move(grains)) {}
+ReplayDevice::ReplayDevice(DeviceType type, std::vector<int64_t> grains)
+    : type_(type), order_(make_cache_device({})), grains_(std::move(grains)) {}
 
 void ReplayDevice::prepare(std::vector<int64_t> lost, bool is_held_back) noexcept {
   lost_ = std::move(lost);
@@ -37,10 +40,10 @@ std::unique_ptr<MemoryPool> ReplayDevice::make_pool(const PoolSpec& spec) {
   return std::make_unique<EmptyPool>(spec.num_bytes);
 }
 
-TimePoint ReplayDevice::record(StreamHandle stream) { return order_->record(stream); }
+TimePoint ReplayDevice::record(StreamHandle stream) { return order_->record(here(stream)); }
 
 void ReplayDevice::wait(StreamHandle stream, std::span<const TimePoint> points) {
-  order_->wait(stream, points);
+  order_->wait(here(stream), points);
 }
 
 bool ReplayDevice::reached(TimePoint point) const noexcept {

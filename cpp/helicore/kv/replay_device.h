@@ -13,14 +13,15 @@ namespace helicore::kv {
 
 class ReplayDevice final : public CacheDevice {
  public:
-  // `grains` of the levels, hot first; of levels beyond them the default.
-  explicit ReplayDevice(std::vector<int64_t> grains);
+  // `type`: of the original, whose bookkeeping differs in what a failed copy takes along. `grains`
+  // of the levels, hot first; of levels beyond them the default.
+  ReplayDevice(DeviceType type, std::vector<int64_t> grains);
 
   void set_sink(const OperationSink* sink) noexcept { sink_ = sink; }
   // For the next operation: stage, count, tags; and again.
   void prepare(std::vector<int64_t> lost, bool is_held_back) noexcept;
 
-  [[nodiscard]] DeviceType type() const noexcept override { return DeviceType::kCpu; }
+  [[nodiscard]] DeviceType type() const noexcept override { return type_; }
   [[nodiscard]] bool supports(CacheTier, int) const noexcept override { return true; }
   // Levels ask once each, hot first.
   [[nodiscard]] int64_t grain(CacheTier tier, int64_t quota) const noexcept override;
@@ -50,6 +51,7 @@ class ReplayDevice final : public CacheDevice {
  private:
   [[nodiscard]] bool is_due() const noexcept;
 
+  DeviceType type_;
   std::unique_ptr<CacheDevice> order_;  // points, joins and step streams
   std::vector<int64_t> grains_;
   mutable size_t num_grains_ = 0;  // that were asked for

@@ -6,6 +6,7 @@
 #include "helicore/core/error.h"
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/manager_state.h"
+#include "helicore/kv/recorded_calls.h"
 
 namespace helicore::kv {
 namespace {
@@ -84,6 +85,9 @@ std::vector<ReuseStatus> KVCache::reuse_status() const {
 }
 
 void KVCache::select_optional_reuse(std::span<const LifeCycleId> groups) {
+  if (auto* sink = recording(state_)) {
+    return recorded::select_optional_reuse(*sink, *this, groups);
+  }
   constexpr const char* kWhere = "kv.select_optional_reuse";
   HELICORE_KV_STATE(status_ == CacheStatus::kSuspended && !was_resumed_, kWhere, "cache ", id_,
                     " was resumed; groups are selected before that");

@@ -56,6 +56,10 @@ void add_cache(Mixer& mixer, const ManagerState& state, const KVCache& cache) {
   mixer.add(cache.scratch().is_enabled());
   for (size_t lc = 0; lc < state.num_life_cycles; ++lc) {
     for (const PageHandle& handle : Introspection::scratch_pages(cache, lc)) add(handle);
+    if (!state.has_optional) continue;
+    for (const TokenRange& rows : Introspection::missing(cache, lc)) {
+      mixer.add(lc, rows.begin, rows.end);
+    }
   }
 }
 

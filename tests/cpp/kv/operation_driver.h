@@ -16,6 +16,7 @@
 #include "helicore/kv/introspection.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "helicore/kv/state_digest.h"
+#include "kv/operation_selection.h"
 #include "kv/operation_setup.h"
 #include "kv/operation_upkeep.h"
 
@@ -63,7 +64,7 @@ class OperationDriver {
     int scope = 0;
     std::vector<TokenId> committed;
     PrefetchTicket ticket{};
-    bool is_forked = false;  // or a fork
+    bool is_forked = false, was_resumed = false;  // forked: or a fork
   };
   struct StepStream {
     StreamHandle handle = 0;
@@ -72,12 +73,6 @@ class OperationDriver {
   };
   enum class Must { kEither, kThrow, kSucceed };
 
-  static ReuseScope scope_of(int scope) {
-    ReuseScope result;
-    if (scope == 1) result.salt = std::string("tenant");
-    if (scope == 2) result.lora_id = 3;
-    return result;
-  }
   [[noreturn]] void fail(const std::string& what) const { throw DriverFailure(what); }
   ManagerState& state() const { return Introspection::state(manager_); }
   uint64_t digest() const { return state_digest(state()); }
@@ -171,7 +166,8 @@ class OperationDriver {
     if (operation == 45) return cancel(*sequence);
     if (operation == 46) return plan_drop(*sequence);
     if (operation == 47) return wild_stream(*sequence);
-    if (operation > 56) return set_scratch(*sequence);
+    if (operation == 57) return set_scratch(*sequence);
+    if (operation == 58) return select_any(*sequence);
     if (operation > 47) return prefetch(*sequence);
     close(*sequence);
   }
@@ -184,9 +180,9 @@ class OperationDriver {
     const bool is_wild = source_.one_in(16);
     const int priority = is_wild ? 101 : source_.one_in(3) ? source_.below(101) : kPriorityDefault;
     std::vector<RetentionRange> retention;
-    if (source_.one_in(4)) retention.push_back(range());
-    if (!retention.empty() && source_.one_in(2)) retention.push_back(range());
-    const bool is_calm = this->is_calm();
+    if (source_.one_in(4)) retention.push_back(some_range(source_, block()));
+    if (!retention.empty() && source_.one_in(2)) retention.push_back(some_range(source_, block()));
+    const uint64_t failures = is_calm() ? num_failures() : UINT64_MAX;
     const int expected = manager_.probe_reuse(tokens, scope_of(sequence.scope));
     attempt("create_kv_cache", is_wild ? Must::kThrow : Must::kEither, [&] {
       sequence.cache = manager_.create_kv_cache({.reuse_scope = scope_of(sequence.scope),
@@ -197,21 +193,35 @@ class OperationDriver {
     });
     if (sequence.cache == nullptr) return;
     const int matched = sequence.cache->num_committed_tokens();
-    if (is_calm && matched != expected) {
+    if (failures == num_failures() && matched != expected) {
       fail("create_kv_cache found other tokens than probe_reuse");
     }
     check_match(sequence.scope, tokens, matched);
     num_hits_ += matched > 0 ? 1 : 0;
     sequence.committed.assign(tokens.begin(), tokens.begin() + matched);
     sequences_.push_back(std::move(sequence));
+    if (state().has_optional && source_.one_in(2)) select(sequences_.back(), source_.byte());
   }
 
-  RetentionRange range() {
-    RetentionRange range{.begin = source_.one_in(8) ? -1 : source_.below(3 * block()),
-                         .priority = source_.below(102)};
-    if (source_.one_in(2)) range.end = range.begin + source_.below(3 * block());
-    if (!source_.one_in(3)) range.duration_ms = source_.below(64);
-    return range;
+  void select(Sequence& sequence, int mask) {
+    KVCache& cache = *sequence.cache;
+    const OptionalSelection selection(cache, mask);
+    const bool legal = cache.status() == CacheStatus::kSuspended && !sequence.was_resumed;
+    attempt("select_optional_reuse", legal ? Must::kSucceed : Must::kThrow, [&] {
+      cache.select_optional_reuse(selection.groups);
+      return true;
+    });
+    if (legal) selection.check(cache);
+  }
+
+  void select_any(Sequence& sequence) {
+    const int mask = source_.byte();
+    if (mask < 224) return select(sequence, mask);
+    const LifeCycleId none(mask % 2 == 0 ? -1 : static_cast<int32_t>(state().num_life_cycles));
+    attempt("select_optional_reuse of no group", Must::kThrow, [&] {
+      sequence.cache->select_optional_reuse({&none, 1});
+      return true;
+    });
   }
 
   void advance_clock() { *now_ += int64_t{source_.below(64)} * 1'000'000; }
@@ -421,7 +431,8 @@ class OperationDriver {
     KVCache& cache = *sequence.cache;
     const bool legal = cache.status() == CacheStatus::kSuspended;
     const auto stream = some_stream();
-    attempt("resume", legal ? Must::kEither : Must::kThrow, [&] { return cache.resume(stream); });
+    sequence.was_resumed |= attempt("resume", legal ? Must::kEither : Must::kThrow,
+                                    [&] { return cache.resume(stream); });
   }
 
   void suspend(Sequence& sequence) {
@@ -476,7 +487,7 @@ class OperationDriver {
   void fork(Sequence& sequence) {
     if (sequences_.size() >= 10) return;
     sequence.is_forked = true;
-    Sequence child{nullptr, sequence.scope, sequence.committed, {}, true};
+    Sequence child{nullptr, sequence.scope, sequence.committed, {}, true, sequence.was_resumed};
     attempt("fork", is_plain_ ? Must::kSucceed : Must::kEither, [&] {
       child.cache = sequence.cache->fork();
       return true;
@@ -639,6 +650,7 @@ class OperationDriver {
           manager_.resume_many(caches, std::nullopt, results);
           return true;
         });
+        for (Sequence& each : sequences_) each.was_resumed |= each.cache->is_active();
     }
   }
 

@@ -16,6 +16,7 @@
 #include "helicore/kv/state_digest.h"
 #include "kv/kv_configs.h"
 #include "kv/operation_driver.h"
+#include "kv/threaded_device.h"
 
 namespace {
 thread_local int64_t num_allocations = 0;
@@ -50,21 +51,56 @@ struct Driven {
   int num_hits = 0;
   uint64_t state = 0;
   uint64_t sizes = 0;
+  KVCacheStats stats{};
 };
+
+Driven drive_on(DriverConfig config, ByteSource& source, const RecordingOptions& options,
+                std::unique_ptr<CacheDevice> device, FakeDevice* fake) {
+  KVCacheManager manager(config.config, std::move(device));
+  if (fake != nullptr && config.may_fail) inject_faults(*fake, false);
+  manager.start_recording(options);
+  OperationDriver driver(manager, config, fake, source);
+  driver.run(100000);
+  const ManagerState& state = Introspection::state(manager);
+  return {manager.stop_recording(), driver.num_refused(), driver.num_no_room(), driver.num_hits(),
+          state_digest(state),      sizes_digest(state),  manager.stats()};
+}
 
 Driven drive(uint64_t seed, const RecordingOptions& options) {
   const auto bytes = random_bytes(seed, 4000);
   ByteSource source(bytes);
   const DriverConfig config = driver_config(source);
   auto [device, fake] = driver_device(config);
-  KVCacheManager manager(config.config, std::move(device));
-  if (config.may_fail) inject_faults(*fake, false);
-  manager.start_recording(options);
-  OperationDriver driver(manager, config, fake, source);
-  driver.run(100000);
-  const ManagerState& state = Introspection::state(manager);
-  return {manager.stop_recording(), driver.num_refused(), driver.num_no_room(),
-          driver.num_hits(),        state_digest(state),  sizes_digest(state)};
+  return drive_on(config, source, options, std::move(device), fake);
+}
+
+// Three levels, a layer of each reuse policy, copies on threads; those to and from files fail now
+// and then.
+Driven drive_on_threads(uint64_t seed, const RecordingOptions& options) {
+  const auto bytes = random_bytes(seed, 4000);
+  ByteSource source(bytes);
+  DriverConfig config = driver_config(source);
+  const int32_t tpb = config.config.tokens_per_block;
+  config.is_plain = config.has_fake = false;
+  config.may_fail = true;
+  config.config.layers.clear();
+  for (const ReusePolicy policy :
+       {ReusePolicy::kRequired, ReusePolicy::kOptional, ReusePolicy::kPrivate}) {
+    const int id = static_cast<int>(config.config.layers.size());
+    AttentionLayerConfig layer{
+        .layer_id = id, .buffers = {{"k", int64_t{512} * tpb}}, .reuse_policy = policy};
+    if (seed % 3 == 0 && id == 1) layer.sliding_window_size = 2 * tpb;
+    config.config.layers.push_back(std::move(layer));
+  }
+  const int64_t quota = int64_t{512} * 3 * tpb * (4 + static_cast<int64_t>(seed % 12));
+  config.config.cache_tiers = {
+      HostCacheTierConfig{quota}, HostCacheTierConfig{quota},
+      DiskCacheTierConfig{2 * quota, std::filesystem::temp_directory_path().string()}};
+  config.config.commit_min_snapshot = seed % 2 == 0;
+  config.config.swa_scratch_reuse.reset();
+  auto device = std::make_unique<ThreadedDevice>(
+      FlakyPlan{.fail_rate = 0.1, .delay_rate = 0.2, .seed = seed});
+  return drive_on(config, source, options, std::move(device), nullptr);
 }
 
 #ifdef HELICORE_DEBUG_CHECKS
@@ -72,6 +108,15 @@ constexpr uint64_t kNumSeeds = 40;
 #else
 constexpr uint64_t kNumSeeds = 150;
 #endif
+
+void expect_same(const OperationLog& log, const Driven& run) {
+  Replayer replayer(log, {.check_every = 16});
+  const auto report = replayer.run();
+  ASSERT_FALSE(report.difference.has_value()) << describe(report);
+  ASSERT_EQ(report.num_replayed, log.operations.size());
+  ASSERT_EQ(state_digest(Introspection::state(replayer.manager())), run.state);
+  ASSERT_EQ(sizes_digest(Introspection::state(replayer.manager())), run.sizes);
+}
 
 // Over every call, and on machines whose copies are slow, fail, or find no memory.
 TEST(Replay, random_operations_run_again_as_recorded) {
@@ -84,12 +129,7 @@ TEST(Replay, random_operations_run_again_as_recorded) {
     ASSERT_NO_THROW(run = drive(seed, {.state_every = 1}));
     const auto log = OperationLog::parse(run.summary.bytes);
     ASSERT_EQ(log.operations.size(), run.summary.num_operations);
-    Replayer replayer(log, {.check_every = 16});
-    const auto report = replayer.run();
-    ASSERT_FALSE(report.difference.has_value()) << describe(report);
-    ASSERT_EQ(report.num_replayed, log.operations.size());
-    ASSERT_EQ(state_digest(Introspection::state(replayer.manager())), run.state);
-    ASSERT_EQ(sizes_digest(Introspection::state(replayer.manager())), run.sizes);
+    ASSERT_NO_FATAL_FAILURE(expect_same(log, run));
     for (const Operation& operation : log.operations) {
       ++kinds[operation.kind][operation.outcome()];
       for (const OperationField field : {OperationField::kHadMemory, OperationField::kGaveBack}) {
@@ -119,6 +159,30 @@ TEST(Replay, random_operations_run_again_as_recorded) {
   EXPECT_GT(sizes[OperationOutcome::kThrew], 5);
   EXPECT_EQ(answers[OperationField::kHadMemory].size(), 2u);
   EXPECT_EQ(answers[OperationField::kGaveBack].size(), 2u);
+}
+
+TEST(Replay, random_operations_with_copies_on_threads_run_again_as_recorded) {
+  uint64_t lost = 0, resumes = 0, selections = 0, late = 0;
+  for (uint64_t seed = 1; seed <= kNumSeeds / 2; ++seed) {
+    SCOPED_TRACE(seed);
+    Driven run;
+    ASSERT_NO_THROW(run = drive_on_threads(seed, {.state_every = 1}));
+    ASSERT_EQ(run.summary.problem, "");
+    const auto log = OperationLog::parse(run.summary.bytes);
+    ASSERT_NO_FATAL_FAILURE(expect_same(log, run));
+    lost += run.stats.lost_pages;
+    resumes += run.stats.num_resumes;
+    for (const Operation& operation : log.operations) {
+      const bool is_done = operation.outcome() == OperationOutcome::kDone;
+      selections += is_done && operation.kind == OperationKind::kSelectOptionalReuse ? 1 : 0;
+      const auto* failed = operation.find(OperationField::kLost);
+      late += failed != nullptr && operation.kind == OperationKind::kResume && failed->at(0) > 0;
+    }
+  }
+  EXPECT_GT(lost, kNumSeeds / 10);
+  EXPECT_GT(late, 0u) << "no resume took in a failure after it had waited";
+  EXPECT_GT(resumes, kNumSeeds);
+  EXPECT_GT(selections, kNumSeeds / 2);
 }
 
 // A log in which every operation does something that can be told.

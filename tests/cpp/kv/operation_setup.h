@@ -12,6 +12,7 @@
 
 #include "helicore/core/error.h"
 #include "helicore/kv/config.h"
+#include "helicore/kv/retention.h"
 #include "kv/fake_device.h"
 
 namespace helicore::kv::testing {
@@ -48,6 +49,22 @@ class ByteSource {
  private:
   std::span<const uint8_t> bytes_;
 };
+
+// One of three.
+inline ReuseScope scope_of(int scope) {
+  ReuseScope result;
+  if (scope == 1) result.salt = std::string("tenant");
+  if (scope == 2) result.lora_id = 3;
+  return result;
+}
+
+inline RetentionRange some_range(ByteSource& source, int block) {
+  RetentionRange range{.begin = source.one_in(8) ? -1 : source.below(3 * block),
+                       .priority = source.below(102)};
+  if (source.one_in(2)) range.end = range.begin + source.below(3 * block);
+  if (!source.one_in(3)) range.duration_ms = source.below(64);
+  return range;
+}
 
 // What the driver found wrong.
 class DriverFailure : public std::runtime_error {

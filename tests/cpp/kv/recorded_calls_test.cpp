@@ -31,13 +31,28 @@ KVCacheManagerConfig config_of_two_groups() {
   return config;
 }
 
+// A REQUIRED layer and an OPTIONAL one, in pool groups of their own; four blocks of four tokens on
+// the hot level, nine below it.
+KVCacheManagerConfig config_of_policies(const CacheTierConfig& hot) {
+  KVCacheManagerConfig config;
+  config.tokens_per_block = 4;
+  config.layers = {
+      AttentionLayerConfig{.layer_id = 0, .buffers = {{"k", 2048}}},
+      AttentionLayerConfig{
+          .layer_id = 1, .buffers = {{"k", 512}}, .reuse_policy = ReusePolicy::kOptional}};
+  config.initial_pool_ratio = {0.8, 0.2};
+  config.max_util_for_resume = 1.0;
+  config.cache_tiers = {hot, HostCacheTierConfig{9 * 2560}};
+  return config;
+}
+
 struct Machine {
   FakeDevice* device = nullptr;
   std::unique_ptr<KVCacheManager> manager{};
 };
 
-Machine make_machine(const KVCacheManagerConfig& config) {
-  auto device = std::make_unique<FakeDevice>(FakeOptions{.type = DeviceType::kCpu});
+Machine make_machine(const KVCacheManagerConfig& config, DeviceType type = DeviceType::kCpu) {
+  auto device = std::make_unique<FakeDevice>(FakeOptions{.type = type});
   device->set_grain(512);
   FakeDevice* fake = device.get();
   return {fake, std::make_unique<KVCacheManager>(config, std::move(device))};
@@ -207,6 +222,71 @@ TEST(RecordedCalls, scratch_slots_are_switched_as_recorded) {
   EXPECT_FALSE(Replayer(log).run().difference.has_value());
   log.operations.erase(log.operations.begin() + 2);
   EXPECT_TRUE(Replayer(log).run().difference.has_value()) << "else fewer pages are needed";
+}
+
+TEST(RecordedCalls, a_selection_among_optional_groups_is_made_again) {
+  Machine machine = make_machine(config_of_policies(HostCacheTierConfig{4 * 2560}));
+  KVCacheManager& manager = *machine.manager;
+  machine.device->set_automatic(true);
+  manager.start_recording({.state_every = 1});
+  run_sequence(manager, 9);
+  const auto prompt = iota_tokens(8);
+  auto cache = manager.create_kv_cache({.input_tokens = prompt});
+  EXPECT_THROW(cache->select_optional_reuse(std::vector{LifeCycleId(0)}), InvalidArgument);
+  cache->select_optional_reuse(std::vector{LifeCycleId(1)});
+  EXPECT_TRUE(cache->reuse_status()[1].complete);
+  cache->select_optional_reuse({});
+  ASSERT_TRUE(cache->resume());
+  EXPECT_THROW(cache->select_optional_reuse({}), LogicError);
+  OperationLog log = log_of(manager);
+  expect_same(log, manager);
+  std::vector<std::string> shown;
+  for (const Operation& operation : log.operations) {
+    if (operation.kind == OperationKind::kSelectOptionalReuse) shown.push_back(describe(operation));
+  }
+  ASSERT_EQ(shown.size(), 4u);
+  EXPECT_THAT(shown[0], HasSubstr("select_optional_reuse(cache=1, group=0) -> threw"));
+  EXPECT_THAT(shown[1], HasSubstr("select_optional_reuse(cache=1, group=1) -> done"));
+  EXPECT_THAT(shown[2], HasSubstr("select_optional_reuse(cache=1, group=[]) -> done"));
+  EXPECT_THAT(shown[3], HasSubstr("error=LogicError"));
+  Replayer replayer(log);
+  while (replayer.next() + 2 < log.operations.size()) {
+    EXPECT_FALSE(replayer.step().has_value());
+  }
+  EXPECT_THAT(replayer.cache(1)->reuse_status()[1].coverage, ::testing::IsEmpty());
+  std::erase_if(log.operations, [](const Operation& operation) {
+    return operation.kind == OperationKind::kSelectOptionalReuse;
+  });
+  EXPECT_TRUE(Replayer(log).run().difference.has_value()) << "fewer pages are taken";
+}
+
+// What is lost with an OPTIONAL page depends on the machine.
+TEST(RecordedCalls, a_load_that_fails_in_a_resume_fails_again) {
+  for (const DeviceType type : {DeviceType::kCpu, DeviceType::kCuda}) {
+    SCOPED_TRACE(name_of(type));
+    const bool is_gpu = type == DeviceType::kCuda;
+    const CacheTierConfig hot = is_gpu ? CacheTierConfig(GpuCacheTierConfig{4 * 2560})
+                                       : CacheTierConfig(HostCacheTierConfig{4 * 2560});
+    Machine machine = make_machine(config_of_policies(hot), type);
+    KVCacheManager& manager = *machine.manager;
+    machine.device->set_automatic(true);
+    manager.start_recording({.state_every = 1});
+    run_sequence(manager, 9);
+    auto other = manager.create_kv_cache();
+    ASSERT_TRUE(other->resume());
+    ASSERT_TRUE(other->resize(16)) << "sends the first one down";
+    other->close();
+    const auto prompt = iota_tokens(8);
+    auto cache = manager.create_kv_cache({.input_tokens = prompt});
+    ASSERT_EQ(cache->cached_tokens_by_level()[1], 8);
+    machine.device->set_failing_tag(Introspection::pages(*cache)[1].tag());
+    ASSERT_TRUE(cache->resume());
+    EXPECT_THAT(cache->reuse_status()[1].coverage, ::testing::ElementsAre(TokenRange{4, 8}));
+    EXPECT_EQ(manager.probe_reuse(prompt), is_gpu ? 0 : 8) << "it may have been read on a GPU";
+    cache->close();
+    const OperationLog log = log_of(manager);
+    expect_same(log, manager);
+  }
 }
 
 }  // namespace

@@ -209,6 +209,20 @@ TEST_F(ReuseStatusTest, a_load_that_fails_does_not_keep_the_cache_from_being_res
   Introspection::check(*manager_);
 }
 
+TEST_F(ReuseStatusTest, a_resume_that_loses_its_pages_is_no_first_resume) {
+  make({4, 9});
+  put(8);
+  started(16)->close();  // sends the prefix down
+  auto cache = found(8);
+  device_->set_failing_tag(Introspection::pages(*cache)[0].tag());
+  ASSERT_FALSE(cache->resume());
+  EXPECT_TRUE(cache->last_failure()->data_lost);
+  cache->select_optional_reuse({});
+  EXPECT_THAT(cache->reuse_status()[1].coverage, IsEmpty());
+  cache->close();
+  Introspection::check(*manager_);
+}
+
 TEST_F(ReuseStatusTest, a_required_group_that_is_lost_still_ends_the_cache) {
   make({4, 9});
   auto cache = started(8);
