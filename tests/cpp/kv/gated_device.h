@@ -1,5 +1,5 @@
 // A device around another one that stops whoever copies or waits on the caller's own thread, until
-// the test opens the gate.
+// the test opens the gate. While it is shut no copy is done, as if the device were slow.
 #pragma once
 
 #include <condition_variable>
@@ -30,6 +30,10 @@ class Gate {
     changed_.wait(lock, [this] { return !shut_; });
     --num_stopped_;
   }
+  [[nodiscard]] bool is_shut() {
+    const std::scoped_lock lock(mutex_);
+    return shut_;
+  }
   // A thread that may have come to it has ended.
   void leave() {
     const std::scoped_lock lock(mutex_);
@@ -56,6 +60,9 @@ class GatedDevice final : public ForwardingDevice {
   GatedDevice(std::unique_ptr<CacheDevice> inner, Gate& gate)
       : ForwardingDevice(std::move(inner)), gate_(gate) {}
 
+  [[nodiscard]] bool reached(TimePoint point) const noexcept override {
+    return !gate_.is_shut() && inner_->reached(point);
+  }
   void wait(StreamHandle stream, std::span<const TimePoint> points) override {
     gate_.pass();
     inner_->wait(stream, points);
