@@ -118,8 +118,9 @@ std::optional<NoRoom> LevelSizer::find_obstacle(int level, PoolGroupId group) {
   if (slots.limit() == slots.capacity()) return std::nullopt;
   std::vector<PageHandle> tail;
   for (PageId id : store.pages_beyond_limit(level, group)) tail.push_back(store.pages().handle(id));
-  const int64_t room = int64_t{slots.num_free()} + store.num_clean_below_limit(level, group) -
-                       state_.migrator.bounce(group, level);
+  const GroupRoom room = {level, group,
+                          int64_t{slots.num_free()} + store.num_clean_below_limit(level, group) -
+                              state_.migrator.bounce(group, level)};
   Evacuation way = plan_evacuation(tail, room, kAllPages, false);
   std::vector<TimePoint> points;
   const bool is_stepped_on = !slots.collect_tail_points(*state_.device, points);
@@ -195,7 +196,9 @@ int64_t LevelSizer::shrink_group(int level, PoolGroupId group, int64_t max_pages
     if (way.tails[group].empty() && slots.num_in_use_beyond_limit() > 0) {
       collect_tail(level, group);
     }
-    if (!way.tails[group].empty() || !finish_shrink(level, group)) break;
+    // A level that is left without a slot for pages in passing could strand what is below it.
+    const bool is_done = way.tails[group].empty() && room_of(level, group).count >= 0;
+    if (!is_done || !finish_shrink(level, group)) break;
     update_split(level);
   }
   return moved;
@@ -223,14 +226,11 @@ void LevelSizer::collect_tail(int level, PoolGroupId group) {
 int64_t LevelSizer::evacuate(int level, PoolGroupId group, int64_t max_pages) {
   PageStore& store = state_.store;
   const size_t from = max_pages == kAllPages ? 0 : plan(level).transition->next[group];
-  const auto room = [&] {
-    return int64_t{store.room(level, group)} - state_.migrator.bounce(group, level);
-  };
   const std::vector<PageHandle> tail = look_at_tail(level, group, max_pages);
-  Evacuation way = plan_evacuation(tail, room(), max_pages, false);
+  Evacuation way = plan_evacuation(tail, room_of(level, group), max_pages, false);
   int64_t moved = 0;
   if (!way.victims.empty() && state_.migrator.push_down(way.victims)) {
-    way = plan_evacuation(tail, room(), max_pages, true);
+    way = plan_evacuation(tail, room_of(level, group), max_pages, true);
     moved = push_some_down(way.victims);
   } else {
     moved = static_cast<int64_t>(way.victims.size());
@@ -238,7 +238,7 @@ int64_t LevelSizer::evacuate(int level, PoolGroupId group, int64_t max_pages) {
   std::vector<PageId> pages;
   for (PageHandle page : way.pages) {
     const auto count = static_cast<int64_t>(pages.size());
-    if (moved + count >= max_pages || count >= room()) break;
+    if (moved + count >= max_pages || count >= room_of(level, group).count) break;
     if (is_in_tail(page, level)) pages.push_back(page.id);
   }
   store.defragment(pages);
@@ -247,6 +247,11 @@ int64_t LevelSizer::evacuate(int level, PoolGroupId group, int64_t max_pages) {
   plan(level).transition->next[group] = from;
   (void)look_at_tail(level, group, max_pages);
   return moved;
+}
+
+LevelSizer::GroupRoom LevelSizer::room_of(int level, PoolGroupId group) const {
+  return {level, group,
+          int64_t{state_.store.room(level, group)} - state_.migrator.bounce(group, level)};
 }
 
 std::vector<PageHandle> LevelSizer::look_at_tail(int level, PoolGroupId group, int64_t max_pages) {
@@ -276,8 +281,9 @@ bool LevelSizer::is_in_tail(PageHandle page, int level) const {
          store.is_beyond_limit(page.id);
 }
 
-LevelSizer::Evacuation LevelSizer::plan_evacuation(std::span<const PageHandle> tail, int64_t room,
-                                                   int64_t max_pages, bool spare_held) const {
+LevelSizer::Evacuation LevelSizer::plan_evacuation(std::span<const PageHandle> tail,
+                                                   const GroupRoom& room, int64_t max_pages,
+                                                   bool spare_held) const {
   const PageStore& store = state_.store;
   Evacuation way;
   for (PageHandle page : tail) {
@@ -287,11 +293,9 @@ LevelSizer::Evacuation LevelSizer::plan_evacuation(std::span<const PageHandle> t
       way.pages.push_back(page);
     }
   }
-  const int64_t excess = static_cast<int64_t>(way.pages.size()) - std::max<int64_t>(room, 0);
+  const int64_t excess = std::min(static_cast<int64_t>(way.pages.size()) - room.count, max_pages);
   if (excess <= 0) return way;
-  const PageRecord& first = store.page(way.pages.front().id);
-  way.victims =
-      state_.migrator.next_victims(PoolGroupId(first.pool_group), first.level, excess, spare_held);
+  way.victims = state_.migrator.next_victims(room.group, room.level, excess, spare_held);
   way.missing = excess - static_cast<int64_t>(way.victims.size());
   return way;
 }

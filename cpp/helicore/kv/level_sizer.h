@@ -104,6 +104,13 @@ class LevelSizer {
     uint64_t serial = 0;
   };
   // Pages of one group that must leave their slots, and the way out for some of them.
+  // Slots below the limit that pages may move to; negative when those kept for pages in passing are
+  // taken.
+  struct GroupRoom {
+    int level = 0;
+    PoolGroupId group;
+    int64_t count = 0;
+  };
   struct Evacuation {
     std::vector<PageHandle> pages;  // beyond the limit, that can be moved
     std::vector<PageId> victims;    // to push down first
@@ -142,8 +149,9 @@ class LevelSizer {
   [[nodiscard]] bool is_in_tail(PageHandle page, int level) const;
   // `room`: slots below the limit that pages can move to. `spare_held`: pages that nobody holds are
   // the first victims.
-  [[nodiscard]] Evacuation plan_evacuation(std::span<const PageHandle> tail, int64_t room,
+  [[nodiscard]] Evacuation plan_evacuation(std::span<const PageHandle> tail, const GroupRoom& room,
                                            int64_t max_pages, bool spare_held) const;
+  [[nodiscard]] GroupRoom room_of(int level, PoolGroupId group) const;
 
   [[nodiscard]] ResizeResult report(int level) const;
   [[nodiscard]] GroupSlots capacities(int level) const;
