@@ -39,14 +39,18 @@ class WorthModel {
     }
   }
   // Of the last block of `path`; none when others had to do with it or with what follows it.
-  // `percent`: of each duration, for a model that is wrong.
+  // Of what follows it, blocks that are `present` count: with one that went, the claim may have
+  // gone. `percent`: of each duration, for a model that is wrong.
   [[nodiscard]] std::optional<int> priority(const std::vector<TokenId>& path, size_t block,
-                                            int64_t now, int64_t percent = 100) const {
+                                            int64_t now,
+                                            const std::set<std::vector<TokenId>>& present,
+                                            int64_t percent = 100) const {
     int most = 0;
     for (auto it = entries_.lower_bound(path); it != entries_.end(); ++it) {
       const auto& [tokens, entry] = *it;
       if (!starts_with(tokens, path)) break;
       if (entry.serials.size() != 1 || !entry.committed) return std::nullopt;
+      if (tokens != path && !present.contains(tokens)) continue;
       const auto at = entry.worth.of(int32_t(tokens.size() - block));
       const bool is_over =
           at.duration_ms && *entry.committed + *at.duration_ms * percent * 10'000 <= now;
@@ -127,20 +131,29 @@ class LevelsUpkeep : public LevelsBase {
     }
     if (!full) return;
     const size_t block = static_cast<size_t>(block_);
-    for (size_t i = 0; i < state.store.pages().num_records(); ++i) {
-      const PageRecord& page = state.store.page(PageId(static_cast<uint32_t>(i)));
-      if (!page.in_use || page.node == kNoNode || page.life_cycle != *full) continue;
-      if (state.tree.tokens(page.node).size() != block) continue;
+    std::set<std::vector<TokenId>> present[kNumScopes];
+    const auto for_each_block = [&](const auto& f) {
+      for (size_t i = 0; i < state.store.pages().num_records(); ++i) {
+        const PageRecord& page = state.store.page(PageId(static_cast<uint32_t>(i)));
+        if (!page.in_use || page.node == kNoNode || page.life_cycle != *full) continue;
+        if (state.tree.tokens(page.node).size() == block) f(page);
+      }
+    };
+    for_each_block([&](const PageRecord& page) {
+      auto [scope, path] = path_of(page.node);
+      present[scope].insert(std::move(path));
+    });
+    for_each_block([&](const PageRecord& page) {
       const auto [scope, path] = path_of(page.node);
-      const auto expected =
-          worths_[scope].priority(path, block, now(), setup_.wrong_durations ? 200 : 100);
-      if (!expected) continue;
+      const auto expected = worths_[scope].priority(path, block, now(), present[scope],
+                                                    setup_.wrong_durations ? 200 : 100);
+      if (!expected) return;
       ++counts_.priced;
       if (page.priority < *expected) {
         differ("a block of priority " + std::to_string(page.priority) + " is worth " +
                std::to_string(*expected));
       }
-    }
+    });
   }
   std::pair<int, Tokens> path_of(NodeId node) const {
     const RadixTree& tree = Introspection::state(manager_).tree;
