@@ -168,6 +168,21 @@ TEST(LevelSizer, held_pages_that_have_nowhere_to_go_refuse) {
   EXPECT_EQ(b.wrong(*a, 1), "");
 }
 
+TEST(LevelSizer, a_shrink_does_not_take_the_slot_through_which_pages_change_places) {
+  SizingBench b(sizing_config({8, 5}));
+  auto below = b.start(16, 1);
+  below->suspend();
+  auto above = b.start(32, 2);
+  above->suspend();
+  ASSERT_EQ(b.manager().storage_statistics(1)[0].free, 1) << "four are held there";
+  const ResizeResult result = b.manager().resize(1, 4 * kUnit);
+  EXPECT_FALSE(result.done) << "no page is beyond the new end, but no slot would be free";
+  ASSERT_TRUE(result.reason);
+  EXPECT_EQ(result.reason->level, 1);
+  ASSERT_TRUE(below->resume());
+  EXPECT_EQ(b.wrong(*below, 1), "");
+}
+
 TEST(LevelSizer, cached_pages_make_way_for_older_ones_that_are_held) {
   SizingBench b(sizing_config({8, 5}));
   auto below = b.start(16, 1);
