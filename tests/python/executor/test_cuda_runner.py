@@ -73,7 +73,11 @@ def test_the_largest_step_fits_the_upload_memory() -> None:
         num_absorbed_tokens=0,
         logits_rows=torch.zeros(tokens + sequences, dtype=torch.int64),
     )
-    Uploads(torch.device("cpu"), upload_bytes(tokens, sequences, pages)).upload(batch)
+    size = upload_bytes(tokens, sequences, pages)
+    uploaded = Uploads(torch.device("cpu"), size).upload(batch)
+    assert torch.equal(uploaded.logits_rows, batch.logits_rows)  # the last part, whole
+    with pytest.raises(RuntimeError):
+        Uploads(torch.device("cpu"), size // 2).upload(batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
