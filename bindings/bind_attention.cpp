@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "cache_coding.h"
 #include "casters.h"
 #include "gil.h"
 #include "helicore/attention/mla.h"
@@ -18,11 +19,6 @@ namespace {
 using OptionalTensor = std::optional<TensorView>;
 
 const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
-
-attention::CacheCoding coding(const char* format, float scale) {
-  return {.format = attention::parse_cache_format(format, "attention.cache_format"),
-          .scale = scale};
-}
 
 int64_t rows_of(const TensorView& t) { return t.ndim > 0 ? t.shape[0] : 0; }
 
@@ -46,7 +42,7 @@ void bind_rows(nb::module_& m) {
          int64_t kv_lora_rank, const OptionalTensor& positions, const OptionalTensor& cos_sin,
          const OptionalTensor& norm_weight, float eps, bool interleaved, const char* cache_format,
          float cache_scale) {
-        const attention::CacheCoding rows = coding(cache_format, cache_scale);
+        const attention::CacheCoding rows = cache_coding(cache_format, cache_scale);
         ReleaseGilForRows release(rows_of(kv_a));
         attention::mla_append({.kv_a = kv_a,
                                .cache = cache,
@@ -134,7 +130,7 @@ void bind_attend(nb::module_& m) {
          const TensorView& cu_q, const TensorView& kv_len, float scale, const TensorView& out,
          const OptionalTensor& kv_bound, const OptionalTensor& stats, const char* cache_format,
          float cache_scale) {
-        const attention::CacheCoding rows = coding(cache_format, cache_scale);
+        const attention::CacheCoding rows = cache_coding(cache_format, cache_scale);
         ReleaseGilIfLong release(
             attend_ns(q, kv_len, q.ndim == 3 ? 4.0 * static_cast<double>(q.shape[2]) : 0.0));
         attention::mla_decode({.q = q,
@@ -157,7 +153,7 @@ void bind_attend(nb::module_& m) {
          const TensorView& cu_q, const TensorView& kv_len, const TensorView& w_uk,
          const TensorView& w_uv, int64_t kv_lora_rank, float scale, const TensorView& out,
          const OptionalTensor& stats, const char* cache_format, float cache_scale) {
-        const attention::CacheCoding rows = coding(cache_format, cache_scale);
+        const attention::CacheCoding rows = cache_coding(cache_format, cache_scale);
         ReleaseGilIfLong release(
             attend_ns(q, kv_len, q.ndim == 3 ? 4.0 * static_cast<double>(q.shape[2]) : 0.0));
         attention::mla_prefill({.q = q,

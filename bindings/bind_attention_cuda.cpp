@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "cache_coding.h"
 #include "casters.h"
 #include "helicore/attention/cuda/entries.h"
 
@@ -17,11 +18,6 @@ namespace {
 using OptionalTensor = std::optional<TensorView>;
 
 const TensorView* pointer(const OptionalTensor& t) { return t ? &*t : nullptr; }
-
-attention::CacheCoding coding(const char* format, float scale) {
-  return {.format = attention::parse_cache_format(format, "attention.cache_format"),
-          .scale = scale};
-}
 
 attention::MlaDecodeArgs decode_args(const TensorView& q, const TensorView& cache,
                                      const TensorView& block_table, const TensorView& cu_q,
@@ -45,7 +41,7 @@ void bind_decode(nb::module_& m) {
          int32_t fixed_splits, const char* cache_format, float cache_scale) {
         return attention::cuda::decode_workspace_bytes(
             decode_args(q, cache, block_table, cu_q, kv_len, out,
-                        coding(cache_format, cache_scale)),
+                        cache_coding(cache_format, cache_scale)),
             fixed_splits);
       },
       "q"_a, "cache"_a, "block_table"_a, "cu_q"_a, "kv_len"_a, "out"_a, "fixed_splits"_a = 0,
@@ -59,7 +55,7 @@ void bind_decode(nb::module_& m) {
          const OptionalTensor& workspace, int32_t fixed_splits, const char* cache_format,
          float cache_scale) {
         attention::MlaDecodeArgs args = decode_args(q, cache, block_table, cu_q, kv_len, out,
-                                                    coding(cache_format, cache_scale));
+                                                    cache_coding(cache_format, cache_scale));
         args.scale = scale;
         args.kv_bound = pointer(kv_bound);
         args.stats = pointer(stats);
@@ -92,7 +88,7 @@ void bind_attention_cuda(nb::module_& m) {
                                      .norm_weight = pointer(norm_weight),
                                      .eps = eps,
                                      .interleaved = interleaved,
-                                     .coding = coding(cache_format, cache_scale)},
+                                     .coding = cache_coding(cache_format, cache_scale)},
                                     current_cuda_stream(kv_a.device));
       },
       "kv_a"_a, "cache"_a, "slots"_a, "kv_lora_rank"_a, "positions"_a = nb::none(),
@@ -107,7 +103,7 @@ void bind_attention_cuda(nb::module_& m) {
                                       .pages = pages,
                                       .out = out,
                                       .kv_lora_rank = kv_lora_rank,
-                                      .coding = coding(cache_format, cache_scale)},
+                                      .coding = cache_coding(cache_format, cache_scale)},
                                      current_cuda_stream(out.device));
       },
       "cache"_a, "pages"_a, "out"_a, "kv_lora_rank"_a, "cache_format"_a, "cache_scale"_a,

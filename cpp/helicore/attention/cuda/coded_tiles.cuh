@@ -41,7 +41,6 @@ __device__ inline Decoded16 decode_e2m1x16(uint2 codes, float factor) {
 // layout of the block (mla_decode_sm90.cu); a row in the ring is codes, scales, rope.
 template <typename L>
 struct CodedSource {
-  static constexpr int kUnit = 16;
   static constexpr int kCodeBytes = static_cast<int>(code_bytes(L::kFormat, L::kRank, L::kRope));
   static constexpr int kScaleBytes = static_cast<int>(scale_bytes(L::kFormat, L::kRank));
   static constexpr int kRopeAt = kCodeBytes + kScaleBytes;
