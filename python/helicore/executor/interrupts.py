@@ -27,7 +27,12 @@ class DeferredInterrupts:
 
     Only a handler that was installed from Python is replaced (the default one, that raises
     KeyboardInterrupt, is such): it is back in place after the outermost block, and called then if
-    a signal came. Installing costs two system calls; `hold` pays them once for many blocks.
+    a signal came. A second signal within the block is taken at once. Installing costs two system
+    calls; `hold` pays them once for many blocks.
+
+    The garbage collector may run blocks of its own between any two statements here, and the
+    exception of another signal's handler may skip an `__exit__`. So a block that finds the handler
+    not in place is an outermost one, whatever the count says.
     """
 
     def __init__(self) -> None:
@@ -40,17 +45,10 @@ class DeferredInterrupts:
     def __enter__(self) -> None:
         if not _is_main_thread():
             return
-        if self._depth:
-            self._depth += 1
-            return
-        self._is_due = False
-        self._depth = 1
-        try:
-            # A signal before the handler is in place is raised here: nothing has changed yet.
-            self._is_owner = self._install()
-        except BaseException:
-            self._depth = 0
-            raise
+        # A signal before the handler is in place is raised here: nothing has changed yet.
+        if self._install():
+            self._depth, self._is_owner = 0, True
+        self._depth += 1
 
     def __exit__(
         self,
@@ -83,7 +81,8 @@ class DeferredInterrupts:
             if uninstall and _signal.getsignal(_SIGINT) is self._handler:
                 _signal.signal(_SIGINT, self._saved)
         finally:
-            self._depth -= 1
+            if self._depth:
+                self._depth -= 1
         if self._is_due and not self._depth:
             self._is_due = False
             self._saved(_SIGINT, None)
@@ -93,13 +92,21 @@ class DeferredInterrupts:
         if current is self._handler or not callable(current):
             return False
         self._saved = current
-        _signal.signal(_SIGINT, self._handler)
+        try:
+            _signal.signal(_SIGINT, self._handler)
+        except BaseException:
+            _signal.signal(_SIGINT, current)
+            raise
         return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._depth:
+        if self._depth and not self._is_due:
             self._is_due = True
         else:
+            if self._is_owner:
+                self._is_owner = False
+                _signal.signal(_SIGINT, self._saved)
+            self._depth, self._is_due = 0, False
             self._saved(number, frame)
 
 

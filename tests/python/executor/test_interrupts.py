@@ -61,6 +61,68 @@ def test_a_held_handler_acts_as_the_one_it_replaced_between_blocks() -> None:
     assert len(seen) == 3
 
 
+def test_a_second_interrupt_is_taken_at_once() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), INTERRUPTS:
+        with INTERRUPTS:
+            interrupt()
+            reached.append("first")
+            interrupt()
+        reached.append("second")
+    assert reached == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    test_an_interrupt_waits_for_the_end_of_the_outermost_block()
+
+
+def test_blocks_whose_exit_was_skipped_neither_bare_nor_block_those_after_them() -> None:
+    INTERRUPTS.__enter__()
+    INTERRUPTS.__enter__()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    test_an_interrupt_waits_for_the_end_of_the_outermost_block()
+    INTERRUPTS.__enter__()
+    with INTERRUPTS:
+        interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    INTERRUPTS.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    test_an_interrupt_waits_for_the_end_of_the_outermost_block()
+
+
+def test_a_block_of_the_garbage_collector_is_safe_at_any_line_of_another() -> None:
+    """Objects whose `__del__` enters a block are dropped at any line of `__enter__`, `__exit__`."""
+
+    def collected() -> None:
+        with INTERRUPTS:
+            interrupt()
+            interrupted.append("kept")
+
+    def run(at: int) -> int:
+        tracer = AtLine(at, collect, in_interrupts=True)
+        sys.settrace(tracer)
+        try:
+            with INTERRUPTS:
+                pass
+        except KeyboardInterrupt:
+            interrupted.append("raised")
+        finally:
+            sys.settrace(None)
+        return tracer.count
+
+    def collect() -> None:
+        try:
+            collected()
+        except KeyboardInterrupt:
+            interrupted.append("raised")
+
+    interrupted: list[str] = []
+    for at in range(1, run(-1) + 1):
+        interrupted.clear()
+        run(at)
+        assert interrupted == ["kept", "raised"], at
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, at
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_a_handler_that_is_not_of_python_is_left_alone(handler: Any) -> None:
     signal.signal(signal.SIGINT, handler)
@@ -94,13 +156,13 @@ def test_a_change_that_was_cut_short_is_an_error_from_then_on() -> None:
 class AtLine:
     """Runs `action` at the n-th line of the package that this thread comes to."""
 
-    def __init__(self, at: int, action: Callable[[], None]) -> None:
-        self._left, self._action = at, action
+    def __init__(self, at: int, action: Callable[[], None], in_interrupts: bool = False) -> None:
+        self._left, self._action, self._in_interrupts = at, action, in_interrupts
         self.count = 0
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         name = frame.f_code.co_filename
-        watched = name.startswith(ROOT) and not name.endswith("interrupts.py")
+        watched = name.startswith(ROOT) and name.endswith("interrupts.py") == self._in_interrupts
         return self._line if watched else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
