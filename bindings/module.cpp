@@ -7,6 +7,7 @@ namespace helicore::bindings {
 void bind_exceptions(nb::module_& m);
 void bind_core(nb::module_& m);
 void bind_quant(nb::module_& m);
+void bind_comm(nb::module_& m);
 void bind_nn(nb::module_& m);
 void bind_nn_cuda(nb::module_& m);
 void bind_kv(nb::module_& m);
@@ -27,6 +28,9 @@ NB_MODULE(_core, m) {
   submodule("core", "Threads, instruction sets and build facts.", bind_core);
 #ifdef HELICORE_BIND_QUANT
   submodule("quant", "Number formats: quantise and dequantise.", bind_quant);
+#endif
+#ifdef HELICORE_BIND_COMM
+  submodule("comm", "Collective calls of ranks that share memory.", bind_comm);
 #endif
 #ifdef HELICORE_BIND_NN
   submodule("nn", "Norms, small-batch linear layers, activations, sampling.", [](nb::module_& sub) {

@@ -170,6 +170,15 @@ def _check_folder(name: str, path: str | None, size_name: str, size: float) -> N
         raise FieldError(name, f"{name} must be a folder, got {path!r}")
 
 
+def _check_ranks(config: EngineConfig) -> None:
+    """What several ranks can not do."""
+    sizes = "tensor_parallel_size * context_parallel_size > 1"
+    if config.device == "cuda":
+        _refuse_unserved("device", config.device, f'device="cpu" with {sizes}')
+    if config.kv_cache.disk_path is not None:
+        _refuse_unserved("disk_path", config.kv_cache.disk_path, f"swap_path with {sizes}")
+
+
 # --- the settings ----------------------------------------------------------------------------
 
 
@@ -278,26 +287,48 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Ranks that share one model; this version serves a single rank."""
+    """Ranks (processes) that share one model: tensor_parallel_size * context_parallel_size."""
 
     tensor_parallel_size: int = _setting(
         1,
-        "Ranks that split the weights (1 is served).",
+        "Groups of ranks that split the heads of attention.",
         env="HELICORE_TENSOR_PARALLEL_SIZE",
         minimum=1,
+        maximum=256,
     )
     context_parallel_size: int = _setting(
         1,
-        "Ranks that split the context (1 is served).",
+        "Ranks of a group, which split the cached context; all ranks split the other weights.",
         env="HELICORE_CONTEXT_PARALLEL_SIZE",
         minimum=1,
+        maximum=256,
+    )
+    timeout_s: float = _setting(
+        300.0,
+        "Seconds that a rank waits for the others within a step before it gives up.",
+        env="HELICORE_RANK_TIMEOUT_S",
+        above=0,
+    )
+    start_timeout_s: float = _setting(
+        600.0,
+        "Seconds that ranks wait for each other at the start.",
+        env="HELICORE_RANK_START_TIMEOUT_S",
+        above=0,
+    )
+    shared_memory_mb: int = _setting(
+        64,
+        "MiB of each rank that the others map, through which they exchange data.",
+        env="HELICORE_SHARED_MEMORY_MB",
+        minimum=1,
+        maximum=65536,
     )
 
     def __post_init__(self) -> None:
         _validate(self)
-        for name in ("tensor_parallel_size", "context_parallel_size"):
-            if getattr(self, name) != 1:
-                _refuse_unserved(name, getattr(self, name), f"{name}=1")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.context_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +402,8 @@ class EngineConfig:
         _validate(self)
         if self.speculative is not None:
             _refuse_unserved("speculative", self.speculative.method, "speculative=None")
+        if self.parallel.num_ranks > 1:
+            _check_ranks(self)
 
 
 _OWNERS: tuple[type[Any], ...] = (

@@ -113,14 +113,15 @@ class LLM:
         from helicore.models.config import ModelConfig
 
         model_config = ModelConfig.from_dir(path)
-        loaded = None
+        loaded, folder = None, None
         if not skip_tokenizer_init:
             folder = path if tokenizer is None else resolve_tokenizer(tokenizer)
             loaded = Tokenizer(folder, trust_remote_code=trust_remote_code)
         default = SamplingParams.from_generation_config(model_config.generation_defaults)
-        from helicore.executor.engine import Engine
+        from helicore.executor.launch import TokenizerSpec, make_engine
 
-        self._setup(Engine(config), loaded, model_config, default, str(model))
+        spec = TokenizerSpec(None if folder is None else str(folder), trust_remote_code)
+        self._setup(make_engine(config, spec), loaded, model_config, default, str(model))
 
     def _setup(
         self,

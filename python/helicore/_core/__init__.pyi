@@ -3,6 +3,7 @@
 from __future__ import annotations
 from . import core
 from . import quant
+from . import comm
 from . import nn
 from . import kv
 from . import attention
@@ -13,6 +14,7 @@ __all__: list[str] = [
     "InternalError",
     "NotSupportedError",
     "attention",
+    "comm",
     "core",
     "kv",
     "moe",

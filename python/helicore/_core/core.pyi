@@ -1,9 +1,12 @@
 """Threads, instruction sets and build facts."""
 
 from __future__ import annotations
+import numpy
+import numpy.typing
 import torch
 
 __all__: list[str] = [
+    "Ledger",
     "active_isa",
     "cuda_compiled",
     "cuda_device_count",
@@ -13,6 +16,42 @@ __all__: list[str] = [
     "set_isa",
     "set_num_threads",
 ]
+
+class Ledger:
+    """Which rank of a context-parallel group keeps which position of a sequence: blocks of `block` positions go to the `world` ranks in turn."""
+    def __init__(self, block: int, world: int) -> None:
+        """Raises ValueError unless both are >= 1."""
+    def fill_rows(
+        self,
+        rank: int,
+        positions: numpy.typing.NDArray[numpy.int32],
+        pages: numpy.typing.NDArray[numpy.int32],
+        slots: numpy.typing.NDArray[numpy.int64],
+        bounds: numpy.typing.NDArray[numpy.int32],
+    ) -> None:
+        """
+        For tokens at positions int32 [T], whose super-blocks are the pages int32 [T] of
+        `block` rows on `rank`: slots int64 [T] gets page * block + offset where the rank keeps
+        the token, else -1; bounds int32 [T] the rows of the rank that the token sees, its own
+        included.
+        """
+    def local_len(self, length: int, rank: int) -> int:
+        """Rows that `rank` keeps of the first `length` positions."""
+    def owner(self, position: int) -> int:
+        """The rank that keeps a position."""
+    def position(self, slot: int, rank: int) -> int:
+        """The position of row `slot` of `rank`."""
+    def slot(self, position: int) -> int:
+        """The row of a position on its owner."""
+    @property
+    def block(self) -> int:
+        """Positions that go to one rank in a row."""
+    @property
+    def super_block(self) -> int:
+        """block * world positions."""
+    @property
+    def world(self) -> int:
+        """Ranks."""
 
 def active_isa() -> str:
     """Instruction set that the CPU kernels use."""

@@ -58,6 +58,8 @@ def generate(
     disk_gb: options.DiskGb = None,
     no_prefix_caching: options.NoPrefixCaching = False,
     deterministic: options.Deterministic = False,
+    tensor_parallel_size: options.TensorParallel = 1,
+    context_parallel_size: options.ContextParallel = 1,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:

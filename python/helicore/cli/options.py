@@ -79,6 +79,22 @@ NoPrefixCaching: TypeAlias = Annotated[
 Deterministic: TypeAlias = Annotated[
     bool, _engine("--deterministic", help="Tokens do not depend on the batch.")
 ]
+TensorParallel: TypeAlias = Annotated[
+    int,
+    _engine(
+        "--tensor-parallel-size",
+        "--tp",
+        help="Groups of ranks (processes) that split the heads [default: 1]",
+    ),
+]
+ContextParallel: TypeAlias = Annotated[
+    int,
+    _engine(
+        "--context-parallel-size",
+        "--cp",
+        help="Ranks of a group, which split the cached context [default: 1]",
+    ),
+]
 TrustRemoteCode: TypeAlias = Annotated[
     bool, _engine("--trust-remote-code", help="Allow a tokenizer that is code of the checkpoint.")
 ]
@@ -110,6 +126,7 @@ _CACHE_OPTIONS = (
 )
 _ENGINE_OPTIONS = (
     *("dtype", "device", "num_threads", "max_model_len", "deterministic", "trust_remote_code"),
+    *("tensor_parallel_size", "context_parallel_size"),
     *_CACHE_OPTIONS,
     "no_prefix_caching",
 )

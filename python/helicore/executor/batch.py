@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +15,38 @@ from helicore.executor.lanes import Ints, Lanes
 from helicore.executor.steps import Chunk, Step
 from helicore.models.base import ForwardBatch
 from helicore.models.config import ModelConfig
+from helicore.models.helix import gather_is_cheaper
 from helicore.ops import absorbed_is_cheaper
+from helicore.parallel.shards import Shards
 
+Int32s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 AbsorbedRule: TypeAlias = Callable[[int, int], bool]
 """(query tokens, cached tokens with them) -> the absorbed kernel is the one to run."""
 
 
-def absorbed_rule(model: ModelConfig, *, deterministic: bool) -> AbsorbedRule:
+def absorbed_rule(
+    model: ModelConfig, shards: Shards, *, row_bytes: int, deterministic: bool
+) -> AbsorbedRule:
     """The cheaper kernel for each chunk; always the absorbed one where results must not depend
-    on how a prompt was cut, for the two kernels round differently."""
+    on how a prompt was cut, for the two kernels round differently. Where ranks split the sequence
+    the cheaper one is that which exchanges fewer bytes.
+
+    row_bytes: of a token in the cache of one layer.
+    """
     if deterministic:
         return lambda num_q, kv_len: True
+    if shards.context_size > 1:
+        head_bytes = model.kv_lora_rank * model.dtype.itemsize + 8
+        return lambda num_q, kv_len: (
+            not gather_is_cheaper(
+                num_q,
+                kv_len - num_q,
+                row_bytes=row_bytes,
+                num_heads=len(shards.group_heads(model.num_attention_heads)),
+                head_bytes=head_bytes,
+                ranks=shards.context_size,
+            )
+        )
     return partial(
         absorbed_is_cheaper,
         kv_lora_rank=model.kv_lora_rank,
@@ -74,7 +96,9 @@ class BatchBuilder:
         is_absorbed: AbsorbedRule,
         *,
         cache_format: str = "auto",
+        shards: Shards | None = None,
     ) -> None:
+        """page_size: tokens of a page, over all ranks that split the sequence."""
         num_lanes = len(lanes.sequences)
         self._lanes = lanes
         self._table = block_table
@@ -88,6 +112,9 @@ class BatchBuilder:
         self._cu_q = np.zeros(num_lanes + 1, np.int32)
         self._kv_len = np.zeros(num_lanes, np.int32)
         self._rows = np.zeros(max_tokens + num_lanes, np.int64)
+        self._split = None
+        if shards is not None and shards.context_size > 1:
+            self._split = _SplitRows(shards, max_tokens, num_lanes)
         self._batch_table = np.zeros_like(block_table)
         self._batch_table_tensor = torch.from_numpy(self._batch_table)
         self._iota = np.arange(num_lanes + 1, dtype=np.int32)
@@ -101,6 +128,8 @@ class BatchBuilder:
         num_absorbed += num_decode
         self._put_decodes(decode)
         self._put_chunks(chunks, num_decode)
+        if self._split is not None:
+            self._split.fill(self._positions, self._slots, self._cu_q, num_decode + len(chunks))
         sampled, prompt_chunks, num_rows = self._put_rows(decode, chunks)
         is_dense = not chunks and num_decode > 0 and int(decode[-1]) == num_decode - 1
         num_requests = num_decode + len(chunks)
@@ -197,4 +226,31 @@ class BatchBuilder:
             logits_rows=torch.from_numpy(self._rows[: shape.num_rows]),
             cache_format=self._cache_format,
         )
+        if self._split is not None:
+            self._forward = self._split.add_to(self._forward)
         return self._forward
+
+
+class _SplitRows:
+    """What a batch has besides where ranks split the sequence: see ForwardBatch."""
+
+    def __init__(self, shards: Shards, max_tokens: int, num_lanes: int) -> None:
+        self._ledger, self._rank = shards.ledger, shards.context_rank
+        self._pages = np.zeros(max_tokens, np.int32)
+        self._bounds = np.zeros(max_tokens, np.int32)
+        self._local_len = np.zeros(num_lanes, np.int32)
+
+    def fill(self, positions: Int32s, slots: Ints, cu_q: Int32s, num_requests: int) -> None:
+        """Slots come as if one rank had all rows of a page; they leave as those of this rank."""
+        n = int(cu_q[num_requests])
+        pages, bounds = self._pages[:n], self._bounds[:n]
+        np.floor_divide(slots[:n], self._ledger.super_block, out=pages, casting="unsafe")
+        self._ledger.fill_rows(self._rank, positions[:n], pages, slots[:n], bounds)
+        np.take(bounds, cu_q[1 : num_requests + 1] - 1, out=self._local_len[:num_requests])
+
+    def add_to(self, batch: ForwardBatch) -> ForwardBatch:
+        return dataclasses.replace(
+            batch,
+            kv_bound=torch.from_numpy(self._bounds[: batch.token_ids.shape[0]]),
+            local_kv_len=torch.from_numpy(self._local_len[: batch.kv_len.shape[0]]),
+        )

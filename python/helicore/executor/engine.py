@@ -6,10 +6,13 @@ add_request -> [waiting] -> step(): schedule, run, post-process -> SequenceUpdat
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -41,6 +44,8 @@ from helicore.kv import ReuseScope
 from helicore.model_path import resolve_model
 from helicore.models.base import CausalLM
 from helicore.models.loader import load_model
+from helicore.parallel.ranks import CommError, Ranks
+from helicore.parallel.shards import Shards
 from helicore.sampling_params import SamplingParams
 
 _LOGGER = logging.getLogger("helicore")
@@ -59,28 +64,31 @@ class Engine:
     counters: EngineCounters
     """Live; `counters.snapshot()` is a copy that stays."""
 
-    def __init__(self, config: EngineConfig, *, model: CausalLM | None = None) -> None:
-        """Loads the model (unless one is given) and takes the memory of the KV cache."""
+    def __init__(
+        self, config: EngineConfig, *, model: CausalLM | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """Loads the model (unless one is given) and takes the memory of the KV cache.
+
+        ranks: the others that run the same model, each its part; they are to make the same calls.
+        """
         device = choose_device(config, is_loaded=model is None)
-        host_bytes(config.kv_cache.host_gb)  # before a model is loaded in vain
-        _set_threads(config.num_threads)
+        # Before a model is loaded in vain.
+        host_bytes(config.kv_cache.host_gb, 1 if ranks is None else ranks.num_local)
+        _set_threads(config.num_threads, ranks)
         self.config = config
-        is_given, model = model is not None, load(config, device) if model is None else model
-        self.counters = EngineCounters()
-        shape = PoolShape.fit(config, model, device)
+        shards = Shards() if ranks is None else ranks.shards(config.kv_cache.block_size)
+        is_given, model = model is not None, model or load(config, device, shards)
+        shape = PoolShape.fit(config, model, device, ranks)
         disk = disk_config(config, model, shape, is_loaded=not is_given)
-        self.limits = ModelLimits(
-            vocab_size=model.config.vocab_size,
-            max_model_len=shape.max_model_len,
-            max_model_len_source=shape.max_model_len_source,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            eos_token_ids=model.config.eos_token_ids,
-        )
+        self.limits = _limits_of(config, model, shape)
+        self.counters = EngineCounters()
         self._lanes = Lanes(
             config.scheduler.max_num_seqs, shape.max_model_len, self.limits.vocab_size
         )
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = KVPool(shape, disk, None if stream is None else stream.cuda_stream)
+        self._pool = KVPool(
+            shape, disk, None if stream is None else stream.cuda_stream, ranks is not None
+        )
         self.counters.levels = self._pool.level_counters()
         _log_room(shape, self._pool)
         self._scheduler = Scheduler(
@@ -90,18 +98,26 @@ class Engine:
             self.counters,
             max(1, _MAX_PROMPT_LOGIT_BYTES // (4 * self.limits.vocab_size)),
         )
+        rule = absorbed_rule(
+            model.config,
+            shards,
+            row_bytes=shape.token_bytes // len(shape.row_widths),
+            deterministic=config.deterministic,
+        )
         self._batch = BatchBuilder(
             self._lanes,
             self._pool.block_table,
             self._pool.page_size,
             config.scheduler.max_num_batched_tokens,
-            absorbed_rule(model.config, deterministic=config.deterministic),
+            rule,
             cache_format=shape.cache_format,
+            shards=shards,
         )
         self._runner = make_runner(config, model, shape, self._pool, stream)
         self._sampler = Sampler(self._lanes)
         self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
         self._watch = Stopwatch(self.counters.times)
+        self._ranks = ranks
         self._requests: dict[str, Request] = {}
         self._pending: list[SequenceUpdate] = []
         self._late_aborts: list[str] = []
@@ -191,8 +207,7 @@ class Engine:
         updates: list[SequenceUpdate] = []
         try:
             with INTERRUPTS:
-                while self._late_aborts:
-                    self.abort(self._late_aborts.pop())
+                self._abort_late()
                 self._is_stepping = True
                 updates = self._step()
                 self._is_stepping = False
@@ -201,6 +216,10 @@ class Engine:
             self._is_stepping = False
             self._pending[:0] = updates
             raise
+
+    def _abort_late(self) -> None:
+        while self._late_aborts:
+            self.abort(self._late_aborts.pop())
 
     def _step(self) -> list[SequenceUpdate]:
         self._watch.restart()
@@ -220,7 +239,11 @@ class Engine:
         """Computes outside of any state change: what goes wrong here can be tried again."""
         try:
             computed = self._compute(step)
-        except Exception:
+        except CommError as error:
+            self._stop_all(error)
+        except Exception as error:
+            if self._ranks is not None:
+                self._stop_all(error)
             self._batch.forget()
             self._note_failed_step()
             self._run_one_by_one(step)
@@ -229,6 +252,14 @@ class Engine:
             raise
         else:
             self._finish(step, *computed)
+
+    def _stop_all(self, error: BaseException) -> NoReturn:
+        """Ranks are no longer in step: no part of it can be tried again."""
+        assert self._ranks is not None
+        self._batch.forget()
+        self._ranks.abort(f"{type(error).__name__}: {error}")
+        with self._change:
+            raise error
 
     def _compute(self, step: Step) -> tuple[StepInputs, Sampled]:
         """The part of a step that can fail: it changes cache rows, but no sequence."""
@@ -302,6 +333,18 @@ class Engine:
             raise RuntimeError("the engine is in the middle of a step; it takes one call at a time")
         self._change.check()
 
+    def state_digest(self) -> int:
+        """Of what was decided so far: equal on ranks that made the same decisions."""
+        lanes = self._lanes
+        digest = zlib.crc32(lanes.num_tokens.tobytes())
+        digest = zlib.crc32(lanes.num_computed.tobytes(), digest)
+        for lane, sequence in enumerate(lanes.sequences):
+            if sequence is not None:
+                tokens = lanes.tokens[lane, : lanes.num_tokens[lane]]
+                digest = zlib.crc32(tokens.tobytes(), digest)
+        facts = (self._scheduler.num_waiting, self._pool.available_pages(), len(self._requests))
+        return zlib.crc32(repr(facts).encode(), digest)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False (and no effect) while sequences hold pages."""
         self._check_usable()
@@ -347,11 +390,25 @@ def _derived_seed(base: int, index: int) -> int:
     return int(np.random.SeedSequence([base, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def load(config: EngineConfig, device: torch.device) -> CausalLM:
-    """The model that `config` names."""
+def load(config: EngineConfig, device: torch.device, shards: Shards | None = None) -> CausalLM:
+    """The model that `config` names, or a rank's part of it."""
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     return load_model(
-        resolve_model(config.model), dtype=dtype, device=device, max_model_len=config.max_model_len
+        resolve_model(config.model),
+        dtype=dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        shards=shards,
+    )
+
+
+def _limits_of(config: EngineConfig, model: CausalLM, shape: PoolShape) -> ModelLimits:
+    return ModelLimits(
+        vocab_size=model.config.vocab_size,
+        max_model_len=shape.max_model_len,
+        max_model_len_source=shape.max_model_len_source,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        eos_token_ids=model.config.eos_token_ids,
     )
 
 
@@ -404,7 +461,10 @@ def disk_config(
     )
 
 
-def _set_threads(num_threads: int | None) -> None:
+def _set_threads(num_threads: int | None, ranks: Ranks | None) -> None:
+    """As set; else ranks of one machine share its cores, and a lone one leaves them as they are."""
+    if num_threads is None and ranks is not None:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
     if num_threads is not None:
         ops.set_num_threads(num_threads)
 

@@ -5,6 +5,7 @@ Nothing else talks to the manager; the disk store behind it is the business of `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -67,13 +68,19 @@ class KVPool:
     """
 
     def __init__(
-        self, shape: PoolShape, disk: DiskConfig | None = None, stream: int | None = None
+        self,
+        shape: PoolShape,
+        disk: DiskConfig | None = None,
+        stream: int | None = None,
+        is_replica: bool = False,
     ) -> None:
         """`disk`: where prefixes are kept beyond the process. `stream`: the cudaStream_t that
-        steps run on, where the hot level is on a GPU."""
+        steps run on, where the hot level is on a GPU. `is_replica`: other ranks make the same calls
+        and must get the same answers, so pages that move are waited for."""
         self._stream = stream
+        self._is_replica = is_replica
         self.page_size = shape.page_size
-        page_bytes = [w * shape.page_size * shape.dtype.itemsize for w in shape.row_widths]
+        page_bytes = [w * shape.page_rows * shape.dtype.itemsize for w in shape.row_widths]
         manager = kv.KVCacheManager(
             kv.KVCacheManagerConfig(
                 tokens_per_block=shape.page_size,
@@ -91,7 +98,7 @@ class KVPool:
         self.block_table = np.full((shape.num_lanes, shape.max_pages), kv.BAD_PAGE_INDEX, np.int32)
         """int32 [lanes, pages]; entries past a lane's pages are arbitrary."""
         self.caches = [self._view(layer, w, shape) for layer, w in enumerate(shape.row_widths)]
-        """Per layer [pages, page_size, width]."""
+        """Per layer [pages, rows of a page, width]."""
         self._lanes: list[kv.KVCache | None] = [None] * shape.num_lanes
         self._parked: set[Parked] = set()
         self._prefetches: dict[Parked, PrefetchTicket] = {}
@@ -184,7 +191,13 @@ class KVPool:
         cache.suspend()
         parked = Parked(cache, int(cache.num_committed_tokens), was_running=True)
         self._parked.add(parked)
+        self._settle()
         return parked
+
+    def _settle(self) -> None:
+        """Waits until no page is on its way, where what is free must not depend on time."""
+        while self._is_replica and self.has_lower_levels and self.pending_pages():
+            time.sleep(20e-6)
 
     def fork(self, lane: int, num_rows: int, count: int) -> list[Parked]:
         """Twins of a lane that has num_rows rows, each parked with all of them but the last.
@@ -232,7 +245,10 @@ class KVPool:
     def prefetch(self, parked: Parked) -> None:
         """Starts to bring the pages of a parked cache up to the hot level; once."""
         if parked not in self._prefetches:
-            self._prefetches[parked] = parked.cache.prefetch(kv.HOT_LEVEL)
+            ticket = self._prefetches[parked] = parked.cache.prefetch(kv.HOT_LEVEL)
+            while self._is_replica and not ticket.is_done():
+                time.sleep(20e-6)
+            self._settle()
 
     def go_on_prefetching(self) -> None:
         """Starts what can be started now of the prefetches that are under way; once per step."""
@@ -243,9 +259,11 @@ class KVPool:
         """Between two steps: goes on with levels that change their sizes, or looks whether some
         should. Entries of block_table may change."""
         self._num_steps += 1
+        self._settle()
         manager = self._manager
         if not manager.is_resizing:
-            if self._num_steps % _STEPS_BETWEEN_LOOKS or not manager.need_adjustment:
+            is_due = self._num_steps % _STEPS_BETWEEN_LOOKS == 0 and not self._is_replica
+            if not is_due or not manager.need_adjustment:
                 return
             manager.adjust()
         manager.maintain(_PAGES_PER_STEP)
@@ -353,7 +371,7 @@ class KVPool:
             pages = self._gpu_view(layer, shape)
         else:
             pages = torch.from_numpy(self._manager.get_mem_pool_view(layer, _ROLE))
-        return pages.view(shape.dtype).view(len(pages), shape.page_size, width)
+        return pages.view(shape.dtype).view(len(pages), shape.page_rows, width)
 
     def _gpu_view(self, layer: int, shape: PoolShape) -> Tensor:
         """uint8 [pages, bytes] of GPU memory, whose addresses stay while the manager lives."""
@@ -363,7 +381,7 @@ class KVPool:
             address=manager.get_mem_pool_base_address(layer, _ROLE),
             shape=(
                 self.num_pages,
-                shape.row_widths[layer] * shape.page_size * shape.dtype.itemsize,
+                shape.row_widths[layer] * shape.page_rows * shape.dtype.itemsize,
             ),
             strides=(manager.get_page_stride(layer, _ROLE) * scale, 1),
         )

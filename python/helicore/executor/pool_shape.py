@@ -12,6 +12,7 @@ from helicore.config import QUANTISED_DTYPES, EngineConfig, FieldError
 from helicore.executor.device import CPU, gpu_bytes
 from helicore.models.base import CausalLM
 from helicore.models.config import ModelConfig
+from helicore.parallel.ranks import Ranks
 
 _GIB = 1 << 30
 
@@ -25,6 +26,7 @@ class PoolShape:
     dtype: torch.dtype
     """uint8 where rows are quantised."""
     page_size: int
+    """Tokens of a page; where ranks split the sequence each has its part of their rows."""
     num_bytes: int
     num_lanes: int
     max_model_len: int
@@ -37,6 +39,13 @@ class PoolShape:
     """Where the hot level is."""
     cache_format: str = "auto"
     """How rows are coded, as in `helicore.ops`: "auto" for elements of `dtype`."""
+    context_size: int = 1
+    """Ranks that split the sequence."""
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page on this rank."""
+        return self.page_size // self.context_size
 
     @property
     def format_name(self) -> str:
@@ -51,8 +60,8 @@ class PoolShape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return self.token_bytes * self.page_size
+        """Bytes of one page over all layers, on this rank."""
+        return self.token_bytes * self.page_rows
 
     @property
     def max_pages(self) -> int:
@@ -60,8 +69,17 @@ class PoolShape:
         return -(-self.max_model_len // self.page_size)
 
     @classmethod
-    def fit(cls, config: EngineConfig, model: CausalLM, device: torch.device = CPU) -> PoolShape:
-        """FieldError when the memory can't hold a useful sequence, or not the one asked for."""
+    def fit(
+        cls,
+        config: EngineConfig,
+        model: CausalLM,
+        device: torch.device = CPU,
+        ranks: Ranks | None = None,
+    ) -> PoolShape:
+        """FieldError when the memory can't hold a useful sequence, or not the one asked for.
+
+        Sizes are those of each of the ranks, which agree on the least that one of them has.
+        """
         is_quantised = config.kv_cache.dtype in QUANTISED_DTYPES
         dtype = torch.uint8 if is_quantised else cache_dtype(config, model.config)
         widths = tuple(
@@ -69,14 +87,17 @@ class PoolShape:
             if is_quantised
             else model.kv_layers(model.config, dtype)
         )
-        page_size = config.kv_cache.block_size
-        page_bytes = sum(widths) * page_size * dtype.itemsize
+        context_size = config.parallel.context_parallel_size
+        page_size = config.kv_cache.block_size * context_size
+        page_bytes = sum(widths) * config.kv_cache.block_size * dtype.itemsize
         is_gpu = device.type == "cuda"
         name = "gpu_gb" if is_gpu else "host_gb"
         if is_gpu:
             num_bytes = gpu_bytes(config.kv_cache.gpu_gb, device)
         else:
-            num_bytes = host_bytes(config.kv_cache.host_gb)
+            num_bytes = host_bytes(config.kv_cache.host_gb, 1 if ranks is None else ranks.num_local)
+        if ranks is not None:
+            num_bytes = ranks.least(num_bytes)
         # One page stays free for the copy of a partly matched one, so a lone sequence always runs.
         pool_tokens = (num_bytes // page_bytes - 1) * page_size
         if pool_tokens < 2:
@@ -99,6 +120,7 @@ class PoolShape:
             swap_path=swap_folder(config.kv_cache.swap_path),
             device=device,
             cache_format=config.kv_cache.dtype if is_quantised else "auto",
+            context_size=context_size,
         )
 
 
@@ -121,19 +143,21 @@ def cache_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return model.dtype if model.dtype is torch.bfloat16 else torch.float32
 
 
-def host_bytes(host_gb: float | None) -> int:
-    """Bytes of the hot tier on a CPU: as set, else a quarter of the machine's memory.
+def host_bytes(host_gb: float | None, num_ranks: int = 1) -> int:
+    """Bytes of a rank's hot tier on a CPU: as set, else a quarter of the machine's memory for all
+    its ranks together.
 
     FieldError when the machine has less memory than that.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if host_gb is None:
-        return memory // 4
-    if host_gb * _GIB > memory:
+        return memory // 4 // num_ranks
+    if host_gb * _GIB * num_ranks > memory:
+        each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise FieldError(
             "host_gb",
             f"host_gb must be at most the machine's memory of {memory / _GIB:.1f} GiB, "
-            f"got {host_gb:g}",
+            f"got {host_gb:g}{each}",
         )
     return int(host_gb * _GIB)
 

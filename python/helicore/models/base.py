@@ -44,6 +44,11 @@ class ForwardBatch:
     """kv_len likewise."""
     cache_format: str = "auto"
     """How rows of all layers are coded, as in `helicore.ops`; "auto" where they are dense."""
+    kv_bound: Tensor | None = None
+    """int32 [T], where ranks split the sequence: rows of this rank's cache that a token sees."""
+    local_kv_len: Tensor | None = None
+    """int32 [B] likewise: rows of the request in this rank's cache after the append; kv_len counts
+    those of all ranks."""
 
 
 class CausalLM(nn.Module):

@@ -12,6 +12,7 @@ from helicore.models.deepseek import DeepseekModel, Progress
 from helicore.models.deepseek_v2 import DeepseekV2
 from helicore.models.deepseek_v3 import DeepseekV3
 from helicore.models.weights import Checkpoint
+from helicore.parallel.shards import Shards
 
 FAMILIES: dict[str, type[DeepseekModel]] = {
     "deepseek_v2": DeepseekV2,
@@ -29,6 +30,7 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     progress: Progress | None = None,
+    shards: Shards | None = None,
 ) -> CausalLM:
     """Loads a Hugging Face checkpoint folder.
 
@@ -38,6 +40,7 @@ def load_model(
         device: "cpu", or a CUDA device that torch sees.
         max_model_len: positions that are ever used; None is the checkpoint's number.
         progress: called with (parts loaded, all parts) after each part.
+        shards: the part of this rank; None loads all.
 
     Raises:
         FileNotFoundError: the folder, its configuration or a weights file does not exist.
@@ -61,6 +64,7 @@ def load_model(
         progress,
         num_positions=num_positions,
         device=where,
+        shards=shards,
     )
     return model.eval()
 

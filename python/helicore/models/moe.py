@@ -8,24 +8,32 @@ from helicore.models.config import ModelConfig, MoeConfig
 from helicore.models.module import WeightModule
 from helicore.models.plan import Operators
 from helicore.models.weights import WeightReader
+from helicore.parallel.shards import Shards
 
 
-def _gate_up(w: WeightReader, size: int, hidden: int) -> Tensor:
-    """Gate rows, then up rows: [2 * size, hidden]."""
-    return torch.cat([w.take(f"{n}_proj.weight", size, hidden) for n in ("gate", "up")])
+def _gate_up(w: WeightReader, size: int, hidden: int, part: range) -> Tensor:
+    """Gate rows, then up rows, of the features `part`: [2 * len(part), hidden]."""
+    rows = slice(part.start, part.stop)
+    return torch.cat([w.take(f"{n}_proj.weight", size, hidden)[rows] for n in ("gate", "up")])
+
+
+def _down(w: WeightReader, size: int, hidden: int, part: range) -> Tensor:
+    """The columns of the features `part`: [hidden, len(part)]."""
+    return w.take("down_proj.weight", hidden, size)[:, part.start : part.stop]
 
 
 class GatedMlp(WeightModule):
-    """down(silu(gate h) * up h)."""
+    """down(silu(gate h) * up h), of this rank's intermediate features: ranks sum their results."""
 
     gate_up: Tensor
     down: Tensor
 
-    def __init__(self, hidden: int, size: int, w: WeightReader) -> None:
+    def __init__(self, hidden: int, size: int, w: WeightReader, shards: Shards) -> None:
         super().__init__()
-        self.hidden, self.size = hidden, size
-        self.register_buffer("gate_up", ops.pack_linear(_gate_up(w, size, hidden), groups=2))
-        self.register_buffer("down", ops.pack_linear(w.take("down_proj.weight", hidden, size)))
+        part = shards.part_of(size, "intermediate_size")
+        self.hidden, self.size = hidden, len(part)
+        self.register_buffer("gate_up", ops.pack_linear(_gate_up(w, size, hidden, part), groups=2))
+        self.register_buffer("down", ops.pack_linear(_down(w, size, hidden, part)))
         self.publish()
 
     def forward(self, h: Tensor, operators: Operators) -> Tensor:
@@ -34,14 +42,17 @@ class GatedMlp(WeightModule):
 
 
 class MixtureOfExperts(WeightModule):
-    """Routed experts, weighted, plus the shared expert, which is not. The router is fp32."""
+    """Routed experts, weighted, plus the shared expert, which is not. The router is fp32.
+
+    A rank has its part of every expert's intermediate features: ranks sum their results.
+    """
 
     gate: Tensor
     gate_bias: Tensor | None
     gate_up: Tensor
     down: Tensor
 
-    def __init__(self, config: ModelConfig, w: WeightReader) -> None:
+    def __init__(self, config: ModelConfig, w: WeightReader, shards: Shards) -> None:
         super().__init__()
         if config.moe is None:
             raise ValueError("config.moe must not be None")
@@ -53,23 +64,26 @@ class MixtureOfExperts(WeightModule):
         if m.topk_method == "noaux_tc":
             bias = w.own("gate.e_score_correction_bias", m.num_experts, dtype=fp32)
         self.register_buffer("gate_bias", bias)
-        self._load_experts(w.at("experts"))
-        shared = GatedMlp(hidden, m.shared_size, w.at("shared_experts")) if m.shared_size else None
+        self._load_experts(w.at("experts"), shards.part_of(m.expert_size, "moe_intermediate_size"))
         self.shared: GatedMlp | None
+        shared = None
+        if m.shared_size:
+            shared = GatedMlp(hidden, m.shared_size, w.at("shared_experts"), shards)
         self.register_module("shared", shared)
         self.publish()
 
-    def _load_experts(self, w: WeightReader) -> None:
+    def _load_experts(self, w: WeightReader, part: range) -> None:
         """Packs expert by expert, so that only one is held unpacked."""
         m, hidden = self.moe, self.hidden
-        for name, width in (("gate_up", 2 * m.expert_size), ("down", hidden)):
+        self.expert_size = len(part)
+        for name in ("gate_up", "down"):
             packed: Tensor | None = None
             for e in range(m.num_experts):
                 at = w.at(str(e))
                 if name == "gate_up":
-                    one = ops.pack_linear(_gate_up(at, m.expert_size, hidden), groups=2)
+                    one = ops.pack_linear(_gate_up(at, m.expert_size, hidden, part), groups=2)
                 else:
-                    one = ops.pack_linear(at.take("down_proj.weight", width, m.expert_size))
+                    one = ops.pack_linear(_down(at, m.expert_size, hidden, part))
                 if packed is None:
                     packed = one.new_empty((m.num_experts, *one.shape))
                 packed[e] = one
@@ -85,10 +99,10 @@ class MixtureOfExperts(WeightModule):
             self.router,
             self.gate_up,
             self.down,
-            self.moe.expert_size,
+            self.expert_size,
             None if shared is None else shared.gate_up,
             None if shared is None else shared.down,
-            self.moe.shared_size,
+            0 if shared is None else shared.size,
         )
 
 

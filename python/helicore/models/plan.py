@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from helicore import _core
+from helicore import _core, ops
 from helicore.models.base import ForwardBatch
 from helicore.ops import RouterConfig
 
@@ -23,7 +23,16 @@ MAX_TOKENS = 32
 
 
 class Operators(Protocol):
-    """The operators of `helicore.ops` that a step of absorbed attention consists of."""
+    """The operators of `helicore.ops` that a step of absorbed attention consists of; with more
+    than one rank also `new` and `run`, for calls between ranks."""
+
+    def new(self, x: Tensor, *shape: int) -> Tensor:
+        """Memory for a result, with the dtype and device of x."""
+        ...
+
+    def run(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Makes a call that writes to its arguments."""
+        ...
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor: ...
 
@@ -97,7 +106,34 @@ class Operators(Protocol):
         cache_scale: float = 1.0,
     ) -> Tensor: ...
 
+    def mla_decode_stats(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        cu_q: Tensor,
+        kv_len: Tensor,
+        scale: float,
+        kv_lora_rank: int,
+        kv_bound: Tensor | None = None,
+        cache_format: str = "auto",
+        cache_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def mla_project_v(self, o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor: ...
+
+
+class Eager:
+    """`Operators` that are done at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ops, name)
+
+    def new(self, x: Tensor, *shape: int) -> Tensor:
+        return x.new_empty(shape)
+
+    def run(self, call: Callable[..., None], *arguments: Any) -> None:
+        call(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +169,16 @@ class Recorder:
             self._spare.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
         self._used = (last, [])
 
-    def _new(self, x: Tensor, *shape: int) -> Tensor:
-        spare = self._spare.get((shape, x.dtype))
-        tensor = spare.pop() if spare else torch.empty(shape, dtype=x.dtype)
+    def new(self, x: Tensor, *shape: int) -> Tensor:
+        return self._new(x, *shape)
+
+    def run(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._note(call, *arguments)
+
+    def _new(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or x.dtype
+        spare = self._spare.get((shape, dtype))
+        tensor = spare.pop() if spare else torch.empty(shape, dtype=dtype)
         self._used[1].append(tensor)
         return tensor
 
@@ -245,6 +288,26 @@ class Recorder:
         rest = (kv_bound, None, cache_format, cache_scale)
         self._note(decode, q, cache, block_table, cu_q, kv_len, scale, out, *rest)
         return out
+
+    def mla_decode_stats(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        cu_q: Tensor,
+        kv_len: Tensor,
+        scale: float,
+        kv_lora_rank: int,
+        kv_bound: Tensor | None = None,
+        cache_format: str = "auto",
+        cache_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        out = self._new(q, *q.shape[:2], kv_lora_rank)
+        stats = self._new(q, *q.shape[:2], 2, dtype=torch.float32)
+        decode = _core.attention.mla_decode
+        rest = (kv_bound, stats, cache_format, cache_scale)
+        self._note(decode, q, cache, block_table, cu_q, kv_len, scale, out, *rest)
+        return out, stats
 
     def mla_project_v(self, o_lat: Tensor, w_uv: Tensor, v_dim: int) -> Tensor:
         out = self._new(o_lat, o_lat.shape[0], o_lat.shape[1] * v_dim)

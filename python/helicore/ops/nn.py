@@ -15,6 +15,8 @@ from helicore.ops._registry import register_op
 # Results are made like an operand or with separate sizes: a third less of torch's time a call.
 _CONTIGUOUS = torch.contiguous_format
 
+_PACK_BLOCK = 16  # output features of one packed block
+
 
 def pack_linear(weight: Tensor, groups: int = 1) -> Tensor:
     """Pack a linear weight for `linear`, `batched_linear`, `mlp` and the expert kernels.
@@ -89,6 +91,39 @@ def linear(
     out = torch.empty(x.shape[0], width, dtype=out_dtype or x.dtype)
     _nn.linear(x, packed, out, out_features, bias, residual, silu_mul)
     return out
+
+
+def linear_slice(
+    x: Tensor,
+    packed: Tensor,
+    out_features: int,
+    start: int,
+    end: int,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Columns [start, end) of `linear`, with the same bits: [T, end - start], rows strided.
+
+    No more than 30 columns beside them are computed. Arguments are those of `linear`.
+
+    Raises:
+        ValueError: not 0 <= start < end <= out_features.
+    """
+    if not 0 <= start < end <= out_features:
+        raise ValueError(
+            f"start and end must be a range within the {out_features} output features, "
+            f"got {start} and {end}"
+        )
+    first, last = start, end
+    if packed.is_cuda:
+        part = packed[start:end]
+    else:
+        first, last = start // _PACK_BLOCK * _PACK_BLOCK, -(-end // _PACK_BLOCK) * _PACK_BLOCK
+        last = min(last, out_features)
+        part = packed[first // _PACK_BLOCK : -(-last // _PACK_BLOCK)]
+    bias = None if bias is None else bias[first:last]
+    out: Tensor = linear(x, part, last - first, bias, out_dtype=out_dtype)
+    return out[:, start - first : end - first]
 
 
 def _batched_linear_fake(

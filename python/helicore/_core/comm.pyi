@@ -1,0 +1,85 @@
+"""Collective calls of ranks that share memory."""
+
+from __future__ import annotations
+import collections.abc
+import torch
+import typing
+
+__all__: list[str] = ["CommError", "Communicator", "Segment"]
+
+class CommError(RuntimeError):
+    pass
+
+class Segment:
+    """This rank's memory that other processes of the machine map. It has no name in the file system: nothing is left of it, whatever way processes end."""
+    def __init__(self, rank: int, world_size: int, num_bytes: int = 67108864) -> None:
+        """Raises ValueError naming the argument, MemoryError when there is no such memory."""
+    @property
+    def handle(self) -> bytes:
+        """What peers need to map this memory."""
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+class Communicator:
+    """
+    One of W ranks that share memory. All ranks make the same calls in the same order, one
+    thread at a time each; tensors are contiguous, on the CPU.
+
+    Raises CommError naming the rank that did not come within the time limit, has died, has
+    given up or made another call; after that every call does.
+    """
+    @staticmethod
+    def connect(
+        segment: Segment, handles: collections.abc.Sequence[bytes], timeout_s: float = 60.0
+    ) -> Communicator:
+        """
+        This rank's communicator, over the memory of all ranks; `handles` in order of
+        rank. Maps memory and waits for nobody. Raises CommError naming the rank whose
+        memory can not be mapped.
+        """
+    @staticmethod
+    def virtual(
+        world_size: int, num_bytes: int = 67108864, timeout_s: float = 60.0
+    ) -> list[Communicator]:
+        """Communicators for threads of this process."""
+    def abort(self, message: str) -> None:
+        """Ends current and later calls of all ranks with this message. From any thread."""
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[r] = x of rank r; out is [W, *x.shape], of any dtype."""
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """
+        out = the sum of x over the ranks: in float32 in the order of ranks, rounded once, the
+        same bits on every rank. float32 or bfloat16; out may be x.
+        """
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[r] = x[this rank] of rank r; x and out are [W, ...], of any dtype."""
+    def barrier(self) -> None:
+        """Returns when all ranks have come."""
+    def broadcast_bytes(
+        self, data: bytes | None, root: int = 0, wait_forever: bool = False
+    ) -> bytes:
+        """
+        The bytes that `root` gives (the others give None), on every rank. wait_forever: no
+        time limit for the root to come; its death is noticed all the same.
+        """
+    def close(self) -> None:
+        """Lets go of the memory; later calls raise CommError."""
+    def merge_partials(self, o: torch.Tensor, stats: torch.Tensor, out: torch.Tensor) -> None:
+        """
+        Merges partial attention over disjoint keys.
+
+        o [T, H, R] float32 or bfloat16 and stats float32 [T, H, 2] (maximum in base 2, sum)
+        of every rank -> out [T, H / W, R] for heads rank * H / W and on. In float32 in the
+        order of ranks, rounded once. A partial of weight 0 is not read; a row that is empty
+        everywhere gives 0.
+        """
+    @property
+    def rank(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def world_size(self) -> int: ...

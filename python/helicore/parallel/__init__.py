@@ -1,0 +1,1 @@
+"""How several ranks share one model, and how they meet (docs/design/helix.md)."""
