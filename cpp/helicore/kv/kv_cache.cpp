@@ -293,10 +293,8 @@ bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
       (!is_plain_ && (makes_stale(cursors.history) || scratch_.concerns(cursors)))) {
     return false;
   }
-  capacity_ = cursors.capacity;
   history_length_ = cursors.history;
-  lengths_.add(capacity_, history_length_);
-  if (has_failed_) forget_failure();
+  set_capacity_quietly(cursors.capacity);
   return true;
 }
 
@@ -377,12 +375,6 @@ void KVCache::wait_for(TimePoint point) {
   waits_.push_back(point);
 }
 
-void KVCache::commit_into_tail(std::span<const TokenId> tokens) {
-  tail_tokens_.insert(tail_tokens_.end(), tokens.begin(), tokens.end());
-  num_committed_ += static_cast<int32_t>(tokens.size());
-  history_length_ = std::max(history_length_, num_committed_);
-}
-
 void KVCache::reserve_tables(int32_t num_blocks) {
   const auto needed = static_cast<size_t>(num_blocks);
   for (IndexTable& table : tables_) {
@@ -405,11 +397,6 @@ void IndexTable::move_to_own(size_t size, size_t count) {
   data = own.data();
   capacity = own.size();
   is_external = false;
-}
-
-void KVCache::forget_failure() noexcept {
-  last_failure_.reset();
-  has_failed_ = false;
 }
 
 bool KVCache::fail(const NoRoom& reason, uint64_t& counter) noexcept {

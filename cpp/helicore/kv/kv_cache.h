@@ -180,7 +180,6 @@ class KVCache : private KVCacheFields {
   // True when the new capacity needs the same blocks: three integers change, no lock needed.
   [[nodiscard]] bool resize_within_blocks(const Cursors& cursors) noexcept;
   [[nodiscard]] bool fills_no_block(size_t num_tokens) const noexcept;
-  void commit_into_tail(std::span<const TokenId> tokens);
   [[nodiscard]] bool makes_stale(int32_t history) const noexcept;
 
   // With the lock held, arguments checked.
@@ -261,7 +260,6 @@ class KVCache : private KVCacheFields {
   void reserve_tables(int32_t num_blocks);
   void unregister() noexcept;
   bool fail(const NoRoom& reason, uint64_t& counter) noexcept;
-  void forget_failure() noexcept;
   [[nodiscard]] bool has_blocks_for(int64_t capacity) const noexcept {
     return capacity <= int64_t{num_blocks_} * tokens_per_block_;
   }

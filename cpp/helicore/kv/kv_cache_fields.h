@@ -1,6 +1,7 @@
 // What a cache remembers. Internal: the members of KVCache, apart from what it does.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -21,7 +22,7 @@ namespace helicore::kv {
 
 struct ManagerState;
 
-class KVCacheFields {
+class alignas(64) KVCacheFields {
  protected:
   struct CreateArgs {
     ReuseScope scope;
@@ -37,6 +38,39 @@ class KVCacheFields {
   KVCacheFields& operator=(const KVCacheFields&) = delete;
   ~KVCacheFields() = default;
 
+  // What most calls of a decode step come to: full attention, nothing shared, lost or on its way,
+  // and the last block goes on. Then there is nothing to check but the arguments, nothing to lock,
+  // and only cursors change.
+  [[nodiscard]] bool is_quiet() const noexcept {
+    return is_plain_ && status_ == CacheStatus::kActive && !may_share_ && waits_.empty() &&
+           !is_lost_.load(std::memory_order_relaxed);
+  }
+  [[nodiscard]] bool grows_quietly(int64_t capacity) const noexcept {
+    const int64_t end = int64_t{num_blocks_} * tokens_per_block_;
+    return is_quiet() && capacity >= history_length_ && capacity <= end &&
+           capacity > end - tokens_per_block_;
+  }
+  [[nodiscard]] bool commits_quietly(size_t num_tokens) const noexcept {
+    return is_quiet() && commit_state_ == CommitState::kAllowed &&
+           num_tokens <= static_cast<size_t>(capacity_ - num_committed_) &&
+           tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_);
+  }
+  void set_capacity_quietly(int32_t capacity) noexcept {
+    capacity_ = capacity;
+    lengths_.add(capacity_, history_length_);
+    if (has_failed_) forget_failure();
+  }
+  void commit_into_tail(std::span<const TokenId> tokens) {
+    for (TokenId token : tokens) tail_tokens_.push_back(token);  // room for a block is reserved
+    num_committed_ += static_cast<int32_t>(tokens.size());
+    history_length_ = std::max(history_length_, num_committed_);
+  }
+  void forget_failure() noexcept {
+    last_failure_.reset();
+    has_failed_ = false;
+  }
+
+  // What decode steps touch lies together, in the first two cache lines.
   ManagerState* state_;  // null once the manager is gone
   int32_t tokens_per_block_;
   int32_t capacity_ = 0;
@@ -60,12 +94,12 @@ class KVCacheFields {
   std::atomic<bool> is_lost_{false};
   NodeId tail_node_ = kNoNode;        // last full committed block, or the root; pinned
   std::vector<TokenId> tail_tokens_;  // committed tokens past the last full block
+  std::vector<TimePoint> waits_;      // what the stream waits for before it goes on
   LengthMeans lengths_{};             // over its resizes
   Retention retention_;
   std::vector<PageHandle> pages_;   // [num_blocks][life cycle]; null: stale, or none
   PageHandle state_page_;           // the recurrent state
   std::vector<IndexTable> tables_;  // [life cycle]
-  std::vector<TimePoint> waits_;    // what the stream waits for before it goes on
   std::vector<PageHandle> stale_released_;
   std::vector<Replacement> replacements_;
   PrefetchState prefetch_;

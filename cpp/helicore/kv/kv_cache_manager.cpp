@@ -202,7 +202,9 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
   const auto history = [&](size_t i) {
     return history_lengths.empty() ? std::nullopt : std::optional<int64_t>(history_lengths[i]);
   };
+  const bool keeps_history = history_lengths.empty();
   for (size_t i = 0; i < caches.size(); ++i) {
+    if (keeps_history && caches[i]->grows_quietly(capacities[i])) continue;
     (void)caches[i]->check_resize(capacities[i], history(i));
   }
   std::fill(results.begin(), results.end(), uint8_t{0});
@@ -215,6 +217,11 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     };
     if (kDebugChecks || state_->has_new_failures()) take_lock();
     for (size_t i = 0; i < caches.size(); ++i) {
+      if (keeps_history && caches[i]->grows_quietly(capacities[i])) {
+        caches[i]->set_capacity_quietly(capacities[i]);
+        results[i] = 1;
+        continue;
+      }
       const KVCache::Cursors cursors{
           capacities[i], static_cast<int32_t>(history(i).value_or(caches[i]->history_length_))};
       if (caches[i]->resize_within_blocks(cursors)) {
@@ -249,9 +256,10 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   for (size_t i = 0; i < caches.size(); ++i) {
     const int32_t count = counts.empty() ? 1 : counts[i];
     HELICORE_CHECK(count >= 0, kWhere, "counts must be >= 0, got ", count);
+    total += static_cast<size_t>(count);
+    if (caches[i]->commits_quietly(static_cast<size_t>(count))) continue;
     caches[i]->check_commit(static_cast<size_t>(count));
     fills_block |= !caches[i]->fills_no_block(static_cast<size_t>(count));
-    total += static_cast<size_t>(count);
   }
   HELICORE_CHECK(total == tokens.size(), kWhere, "tokens must have ", total,
                  " entries (the sum of counts), got ", tokens.size());
@@ -262,8 +270,8 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     lock.lock();
     state_->begin_operation();
     for (size_t i = 0, at = 0; i < caches.size(); ++i) {
-      caches[i]->check_intact(kWhere);
       const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
+      if (caches[i]->is_lost_) caches[i]->check_intact(kWhere);
       if (caches[i]->may_share_) caches[i]->check_forked_commit(tokens.subspan(at, count));
       at += count;
     }
@@ -273,7 +281,7 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
     const auto own = tokens.subspan(at, count);
     at += count;
-    if (caches[i]->fills_no_block(count)) {
+    if (caches[i]->commits_quietly(count) || caches[i]->fills_no_block(count)) {
       caches[i]->commit_into_tail(own);
     } else {
       caches[i]->commit_locked(own, false);
@@ -282,7 +290,9 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   if (!lock.owns_lock()) return;
   state_->verify();
   lock.unlock();
-  for (KVCache* cache : caches) cache->flush_waits();
+  for (KVCache* cache : caches) {
+    if (!cache->waits_.empty()) cache->flush_waits();
+  }
 }
 
 void KVCacheManager::truncate_many(std::span<KVCache* const> caches,

@@ -117,6 +117,22 @@ def mla(
     _finish(report, json, out)
 
 
+@app.command("allreduce")
+def allreduce(
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--ranks", min=2, max=64, help="Processes [default: 2 and 4]; several times."),
+    ] = None,
+    calls: Annotated[int, typer.Option("--calls", min=1, help="Calls of each; medians.")] = 200,
+    json: options.Json = False,
+    out: Out = None,
+) -> None:
+    """Calls between processes of this machine: shared memory beside gloo."""
+    from helicore.bench import allreduce as bench
+
+    _finish(bench.run(tuple(ranks or (2, 4)), calls), json, out)
+
+
 @app.command("kv")
 def kv(
     peers: Annotated[
