@@ -285,25 +285,28 @@ void Communicator::reduce_one_shot(const std::byte* x, std::byte* out, int64_t c
 
 void Communicator::reduce_two_shot(const std::byte* x, std::byte* out, int64_t count, DType dtype) {
   const auto element = static_cast<int64_t>(size_of(dtype));
-  const auto share_begin = [&](int r) { return count * r / world_; };
-  open_round(timeout_s_);
-  std::memcpy(area(rank_), x, static_cast<size_t>(count * element));
-  publish();
+  const auto share_begin = [&](int r) { return count * r / world_ * element; };
   const int64_t begin = share_begin(rank_);
-  const int64_t mine = share_begin(rank_ + 1) - begin;
+  const int64_t end = share_begin(rank_ + 1);
+  // What others sum goes to them; the own share is summed from where it is.
+  open_round(timeout_s_);
+  std::memcpy(area(rank_), x, static_cast<size_t>(begin));
+  std::memcpy(area(rank_) + end, x + end, static_cast<size_t>(count * element - end));
+  publish();
   std::vector<const void*> parts(world_);
   for (int r = 0; r < world_; ++r) {
     await(r, timeout_s_);
-    parts[r] = area(r) + begin * element;
+    parts[r] = (r == rank_ ? x : area(r)) + begin;
   }
   open_round(timeout_s_);
-  sum_parts(parts, area(rank_), mine, dtype);
+  sum_parts(parts, area(rank_), (end - begin) / element, dtype);
   publish();
-  for (int i = 0; i < world_; ++i) {
+  std::memcpy(out + begin, area(rank_), static_cast<size_t>(end - begin));
+  for (int i = 1; i < world_; ++i) {
     const int r = (rank_ + i) % world_;
     await(r, timeout_s_);
-    std::memcpy(out + share_begin(r) * element, area(r),
-                static_cast<size_t>((share_begin(r + 1) - share_begin(r)) * element));
+    std::memcpy(out + share_begin(r), area(r),
+                static_cast<size_t>(share_begin(r + 1) - share_begin(r)));
   }
 }
 

@@ -9,7 +9,7 @@
 namespace helicore::comm {
 
 // out[i] = parts[0][i] + parts[1][i] + ..., in float32 in this order, rounded once to `dtype`
-// (float32 or bfloat16). out may be one of the parts; no pointer need be aligned.
+// (float32 or bfloat16). out may be one of the parts.
 void sum_parts(std::span<const void* const> parts, void* out, int64_t count, DType dtype);
 
 // The partial results of one rank: o [T, H, R], stats [T, H, 2] float32.

@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <random>
 #include <vector>
+
+#include "helicore/core/cpu/isa.h"
 
 namespace helicore::comm {
 namespace {
@@ -134,6 +137,37 @@ TEST(SumTest, parts_are_added_in_order_and_rounded_once) {
   EXPECT_EQ(out[2], 0.0f);
   EXPECT_EQ(out[3], (1e-40f + 1e-40f) + -3e-40f);
   EXPECT_TRUE(std::isnan(out[4]));
+}
+
+TEST(SumTest, every_instruction_set_gives_the_same_bits) {
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal;
+  const Isa best = detected_isa();
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (int64_t count : {1, 15, 16, 17, 100}) {
+      std::vector<std::vector<uint32_t>> parts(3, std::vector<uint32_t>(100));
+      for (auto& part : parts) {
+        for (int64_t i = 0; i < count; ++i) {
+          if (dtype == DType::kFloat32) {
+            part[i] = std::bit_cast<uint32_t>(normal(random));
+          } else {
+            reinterpret_cast<BFloat16*>(part.data())[i] = BFloat16(normal(random));
+          }
+        }
+      }
+      const std::vector<const void*> views = {parts[0].data(), parts[1].data(), parts[2].data()};
+      std::vector<uint32_t> want;
+      for (Isa isa : {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
+        if (isa > best) continue;
+        set_isa(isa);
+        std::vector<uint32_t> out(100, 0);
+        sum_parts(views, out.data(), count, dtype);
+        if (want.empty()) want = out;
+        EXPECT_EQ(out, want) << name_of(isa);
+      }
+      set_isa(best);
+    }
+  }
 }
 
 TEST(SumTest, bfloat16_is_summed_in_float32) {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helicore import LLM, KVCacheConfig
-from helicore.bench import latency, throughput
+from helicore.bench import allreduce, latency, throughput
 from helicore.bench.throughput import Row
 from helicore.bench.transformers_peer import TransformersPeer
 from helicore.cli import bench as cli_bench
@@ -83,6 +83,17 @@ def test_latency_reports_steps_of_the_executor(llm: LLM) -> None:
     names = [result.name for result in latency.run(llm, config).results]
     assert {"ttft_b3", "e2e_b3", "inter_token_b3_p50", "executor_step_b3_p50"} <= set(names)
     assert not llm.engine.has_unfinished()
+
+
+def test_calls_between_ranks_are_measured_beside_gloo() -> None:
+    report = allreduce.run((2,), 3)
+    names = [result.name for result in report.results]
+    assert "allreduce_f32_w2_16x7168_us" in names
+    assert "helix_merge_f32_w2_1x16x512_us" in names
+    for result in report.results:
+        assert result.peer == "gloo"
+        assert result.value > 0
+        assert (result.peer_value or 0) > 0
 
 
 def test_the_command_prints_json_last_and_writes_a_file(
