@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,13 +69,14 @@ def _measure(meeting: Meeting, calls: int) -> list[tuple[str, float, float]]:
     group = distributed.ProcessGroupGloo(store, meeting.rank, meeting.size, timeout)
     found = []
     for name, ours, peer in _cases(ranks.everyone, group):
-        seconds = [_slowest(ranks.everyone, call, calls) for call in (ours, peer)]
-        found.append((name, *seconds))
+        mine, theirs = (_slowest(ranks.everyone, call, calls) for call in (ours, peer))
+        found.append((name, mine, theirs))
     ranks.close()
-    return [(name, mine, theirs) for name, mine, theirs in found]
+    return found
 
 
 def _cases(comm: Comm, group: Any) -> Iterator[tuple[str, Call, Call]]:
+    """(name, ours, gloo's)."""
     world = comm.world_size
     for dtype_name, dtype in _DTYPES.items():
         for tokens in (1, 16, 128):
@@ -82,8 +84,8 @@ def _cases(comm: Comm, group: Any) -> Iterator[tuple[str, Call, Call]]:
             out = torch.empty_like(x)
             yield (
                 f"allreduce_{dtype_name}_w{world}_{tokens}x{_HIDDEN}",
-                lambda x=x, out=out: comm.all_reduce(x, out),
-                lambda out=out: group.allreduce([out]).wait(),
+                partial(comm.all_reduce, x, out),
+                partial(_gloo_all_reduce, group, out),
             )
     messages = ProcessGroupCommunicator(group)
     for tokens in (1, 16):
@@ -92,9 +94,13 @@ def _cases(comm: Comm, group: Any) -> Iterator[tuple[str, Call, Call]]:
         merged = torch.empty(tokens, _HEADS // world, _LATENT)
         yield (
             f"helix_merge_f32_w{world}_{tokens}x{_HEADS}x{_LATENT}",
-            lambda a=(o, stats, merged): comm.merge_partials(*a),
-            lambda a=(o, stats, merged): messages.merge_partials(*a),
+            partial(comm.merge_partials, o, stats, merged),
+            partial(messages.merge_partials, o, stats, merged),
         )
+
+
+def _gloo_all_reduce(group: Any, x: torch.Tensor) -> None:
+    group.allreduce([x]).wait()
 
 
 def _slowest(comm: Comm, call: Call, calls: int) -> float:
