@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import distributed
 
+from helicore._core import NotSupportedError
 from helicore._version import __version__
 from helicore.config import (
     EngineConfig,
@@ -27,6 +28,7 @@ from helicore.config import (
 )
 from helicore.executor.engine import Engine
 from helicore.executor.leading import LeadingEngine, follow
+from helicore.models.loader import why_no_cuda
 from helicore.parallel.ranks import Meeting, Ranks
 from helicore.tokenizer import Tokenizer
 
@@ -56,6 +58,10 @@ def make_engine(config: EngineConfig, tokenizer: TokenizerSpec) -> Engine:
     """
     if config.parallel.num_ranks == 1:
         return Engine(config)
+    if config.device == "auto" and why_no_cuda() is None:
+        raise NotSupportedError(
+            "device='auto' is a GPU here, and this version runs ranks on CPUs; use device='cpu'"
+        )
     config = dataclasses.replace(config, device="cpu")
     if distributed.is_torchelastic_launched():
         return _join_torchrun(config, tokenizer)
@@ -158,16 +164,16 @@ class Workers:
         self.meeting = Meeting(
             self._store, 0, size, config.parallel.start_timeout_s, self._check_alive
         )
-        self._folder = tempfile.TemporaryDirectory(prefix="helicore-ranks-")
         module, port = "helicore.executor.rank_process", str(self._store.port)
         arguments = {i: ("-m", module, port, str(i + 1), str(size)) for i in range(size - 1)}
-        with _signal_handlers_kept():
+        # Nothing is redirected into the folder for logs that the start asks for.
+        with _signal_handlers_kept(), tempfile.TemporaryDirectory() as folder:
             self._processes = start_processes(
                 name="helicore",
                 entrypoint=sys.executable,
                 args=arguments,
                 envs={i: {"HELICORE_RANK": str(i + 1)} for i in range(size - 1)},
-                logs_specs=DefaultLogsSpecs(log_dir=self._folder.name),
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
             )
         self.pids = [int(pid) for pid in self._processes.pids().values()]
 
@@ -188,7 +194,6 @@ class Workers:
 
     def kill(self) -> None:
         self._processes.close(signal.SIGKILL, 5)
-        self._folder.cleanup()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -128,13 +129,14 @@ def test_a_rank_that_can_not_start_is_named_and_nothing_is_left() -> None:
 def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    return subprocess.run(
-        [*start, *meet, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | environment,
-    )
+    with tempfile.TemporaryDirectory() as logs:
+        return subprocess.run(
+            [*start, *meet, "--log-dir", logs, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | environment,
+        )
 
 
 def test_torchrun_runs_the_command_line_once() -> None:
