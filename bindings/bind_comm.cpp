@@ -14,6 +14,7 @@
 #include "gil.h"
 #include "helicore/comm/communicator.h"
 #include "helicore/comm/symmetric_memory.h"
+#include "norm_arguments.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,6 +39,12 @@ std::vector<std::unique_ptr<Communicator>> make_virtual(int world_size, size_t n
     ranks.push_back(std::make_unique<Communicator>(std::move(memory), timeout_s));
   }
   return ranks;
+}
+
+void all_reduce_fused(Communicator& self, quant::AllReduceFusion fusion, const TensorView& x,
+                      const NormArguments& arguments) {
+  const nb::gil_scoped_release release;
+  self.all_reduce_fused(fusion, x, arguments.tensors());
 }
 
 nb::bytes broadcast_bytes(Communicator& self, const std::optional<nb::bytes>& data, int root,
@@ -96,6 +103,22 @@ void bind_comm(nb::module_& m) {
           "all_reduce", &Communicator::all_reduce, "x"_a, "out"_a, Released(),
           "out = the sum of x over the ranks: in float32 in the order of ranks, rounded once, the\n"
           "same bits on every rank. float32 or bfloat16; out may be x.")
+      .def(
+          "all_reduce_fused",
+          [](Communicator& self, quant::AllReduceFusion fusion, const TensorView& x,
+             OptionalTensor residual, OptionalTensor residual_out, OptionalTensor weight,
+             OptionalTensor norm, OptionalTensor codes, OptionalTensor scales, float scale,
+             float eps, int64_t leading_dim) {
+            all_reduce_fused(
+                self, fusion, x,
+                {residual, residual_out, weight, norm, codes, scales, scale, eps, leading_dim});
+          },
+          "fusion"_a, "x"_a, "residual"_a = nb::none(), "residual_out"_a = nb::none(),
+          "weight"_a = nb::none(), "norm"_a = nb::none(), "codes"_a = nb::none(),
+          "scales"_a = nb::none(), "scale"_a = 1.0f, "eps"_a = 1e-6f, "leading_dim"_a = 0,
+          "all_reduce of x [T, H], rounded to its dtype, and the fusion's rows of\n"
+          "helicore.ops.fused_norm_quantize in one call. Outputs are given: those that the fusion\n"
+          "has, and no others (ValueError names the tensor).")
       .def("all_gather", &Communicator::all_gather, "x"_a, "out"_a, Released(),
            "out[r] = x of rank r; out is [W, *x.shape], of any dtype.")
       .def("all_to_all", &Communicator::all_to_all, "x"_a, "out"_a, Released(),

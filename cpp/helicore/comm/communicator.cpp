@@ -271,6 +271,20 @@ void Communicator::all_reduce(const TensorView& x, const TensorView& out) {
   } while (done < x.numel());
 }
 
+void Communicator::all_reduce_fused(quant::AllReduceFusion fusion, const TensorView& x,
+                                    const quant::NormEpilogueTensors& tensors) {
+  constexpr const char* kWhere = "comm.all_reduce_fused";
+  HELICORE_CHECK(fusion != quant::AllReduceFusion::kNone, kWhere,
+                 "fusion must not be none: all_reduce does that");
+  check_tensor(x, kWhere, "x");
+  const quant::NormEpilogue epilogue = quant::make_epilogue(fusion, x, tensors, kWhere);
+  sums_.resize(static_cast<size_t>(bytes_of(x)));
+  TensorView sums = x;
+  sums.data = sums_.data();
+  all_reduce(x, sums);
+  quant::apply_epilogue(epilogue, sums);
+}
+
 void Communicator::reduce_one_shot(const std::byte* x, std::byte* out, int64_t count, DType dtype) {
   open_round(timeout_s_);
   std::memcpy(area(rank_), x, static_cast<size_t>(count) * size_of(dtype));

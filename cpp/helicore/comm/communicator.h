@@ -15,6 +15,7 @@
 
 #include "helicore/comm/symmetric_memory.h"
 #include "helicore/core/tensor_view.h"
+#include "helicore/quant/norm_epilogue.h"
 
 namespace helicore::comm {
 
@@ -57,6 +58,10 @@ class Communicator {
   // out = sum of x over the ranks: in float32 in the order of ranks, rounded once. The same bits on
   // every rank. float32 or bfloat16; out may be x.
   void all_reduce(const TensorView& x, const TensorView& out);
+  // all_reduce of x [T, H], rounded to its dtype, and what the fusion does with each row: see
+  // quant/norm_epilogue.h. Not with kNone.
+  void all_reduce_fused(quant::AllReduceFusion fusion, const TensorView& x,
+                        const quant::NormEpilogueTensors& tensors);
   // out[r] = x of rank r; out is [W, ...x]. Bytes are copied.
   void all_gather(const TensorView& x, const TensorView& out);
   // out[r] = x[rank()] of rank r; x and out are [W, ...].
@@ -104,6 +109,7 @@ class Communicator {
   uint32_t dtype_ = 0;
   uint32_t root_ = 0;
   uint64_t num_bytes_ = 0;
+  std::vector<std::byte> sums_;  // of a fused call
   std::string failure_;
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 import collections.abc
+import helicore._core.quant
 import torch
 import typing
 
@@ -54,6 +55,25 @@ class Communicator:
         """
         out = the sum of x over the ranks: in float32 in the order of ranks, rounded once, the
         same bits on every rank. float32 or bfloat16; out may be x.
+        """
+    def all_reduce_fused(
+        self,
+        fusion: helicore._core.quant.AllReduceFusion,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        codes: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        scale: float = 1.0,
+        eps: float = 1e-06,
+        leading_dim: int = 0,
+    ) -> None:
+        """
+        all_reduce of x [T, H], rounded to its dtype, and the fusion's rows of
+        helicore.ops.fused_norm_quantize in one call. Outputs are given: those that the fusion
+        has, and no others (ValueError names the tensor).
         """
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out[r] = x[this rank] of rank r; x and out are [W, ...], of any dtype."""

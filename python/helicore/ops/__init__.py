@@ -17,6 +17,16 @@ from helicore.ops.nn import (
     unpack_linear,
 )
 from helicore.ops.quant import dequantize_fp8_block, quantize_fp8_block
+from helicore.ops.row_quant import (
+    AllReduceFusion,
+    FusedNorm,
+    RowFormat,
+    ScaleLayout,
+    dequantize_rows,
+    fused_norm_quantize,
+    quantize_rows,
+    scale_view,
+)
 from helicore.ops.sampling import (
     apply_logit_bias,
     apply_penalties,
@@ -34,13 +44,19 @@ def set_num_threads(num_threads: int) -> None:
 
 
 __all__ = [
+    "AllReduceFusion",
+    "FusedNorm",
     "RouterConfig",
+    "RowFormat",
+    "ScaleLayout",
     "add_rms_norm",
     "apply_logit_bias",
     "apply_penalties",
     "batched_linear",
     "dequantize_fp8_block",
+    "dequantize_rows",
     "embedding",
+    "fused_norm_quantize",
     "linear",
     "linear_slice",
     "log_softmax_gather",
@@ -50,9 +66,11 @@ __all__ = [
     "moe_forward",
     "pack_linear",
     "quantize_fp8_block",
+    "quantize_rows",
     "rms_norm",
     "route",
     "sample",
+    "scale_view",
     "set_num_threads",
     "silu_mul",
     "top_logprobs",
