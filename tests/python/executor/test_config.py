@@ -86,11 +86,15 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, field: str) 
     assert str(info.value).startswith(field)
 
 
+def ranks_with(**settings: Any) -> EngineConfig:
+    return EngineConfig(parallel=ParallelConfig(context_parallel_size=2), **settings)
+
+
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: ParallelConfig(tensor_parallel_size=2), "tensor_parallel_size"),
-        (lambda: ParallelConfig(context_parallel_size=2), "context_parallel_size"),
+        (lambda: ranks_with(device="cuda"), "device"),
+        (lambda: ranks_with(kv_cache=KVCacheConfig(disk_path="/tmp", disk_gb=1)), "disk_path"),
         (lambda: EngineConfig(speculative=SpeculativeConfig("mtp", 2)), "speculative"),
     ],
 )
