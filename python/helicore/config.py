@@ -303,6 +303,11 @@ class ParallelConfig:
         minimum=1,
         maximum=256,
     )
+    enable_expert_parallel: bool = _setting(
+        False,
+        "Give each rank some of the routed experts whole, instead of a part of each.",
+        env="HELICORE_ENABLE_EXPERT_PARALLEL",
+    )
     timeout_s: float = _setting(
         300.0,
         "Seconds that a rank waits for the others within a step before it gives up.",

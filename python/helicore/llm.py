@@ -55,6 +55,7 @@ class LLM:
       dtype: of weights and activations: "auto" (the checkpoint's), "float32", "bfloat16".
       device: "auto", "cpu", "cuda".
       tensor_parallel_size, context_parallel_size: ranks that share the model.
+      enable_expert_parallel: ranks have whole experts, not parts of each.
       max_model_len: tokens of prompt and output together; None: what model and cache allow.
       skip_tokenizer_init: load no tokenizer; prompts are token ids and `text` stays empty.
       trust_remote_code: allow a tokenizer that is code of the checkpoint.
@@ -76,6 +77,7 @@ class LLM:
         device: str = "auto",
         tensor_parallel_size: int = 1,
         context_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
         max_model_len: int | None = None,
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
@@ -100,6 +102,7 @@ class LLM:
             parallel=ParallelConfig(
                 tensor_parallel_size=tensor_parallel_size,
                 context_parallel_size=context_parallel_size,
+                enable_expert_parallel=enable_expert_parallel,
             ),
             speculative=speculative,
         )

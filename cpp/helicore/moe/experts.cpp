@@ -135,7 +135,7 @@ void first_product(const Chunk& c, const nn::PackedWeight& weight, const int32_t
 
 // Rough time of all second products on one thread.
 double products_ns(const Layer& layer, const Chunk& c) {
-  const int64_t rows = c.tokens * layer.top_k / c.sort.num_active;
+  const int64_t rows = c.tokens * layer.top_k / std::max(1, c.sort.num_active);
   return c.sort.num_active * nn::product_ns(rows, layer.width, layer.intermediate) +
          nn::product_ns(c.tokens, layer.width, layer.shared_intermediate);
 }
@@ -285,7 +285,7 @@ void moe_forward(const TensorView& x, const TensorView& ids, const TensorView& w
   layer.top_k = static_cast<int32_t>(ids.size(1));
   for (int64_t i = 0; i < ids.numel(); ++i) {
     const int32_t id = ids.ptr<int32_t>()[i];
-    HELICORE_CHECK(id >= 0 && id < layer.num_experts, kWhere, "ids[", i / layer.top_k, ", ",
+    HELICORE_CHECK(id >= -1 && id < layer.num_experts, kWhere, "ids[", i / layer.top_k, ", ",
                    i % layer.top_k, "] must be in 0..", layer.num_experts - 1, ", got ", id);
   }
   if (x.size(0) == 0) return;

@@ -60,6 +60,7 @@ def generate(
     deterministic: options.Deterministic = False,
     tensor_parallel_size: options.TensorParallel = 1,
     context_parallel_size: options.ContextParallel = 1,
+    enable_expert_parallel: options.ExpertParallel = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:

@@ -95,6 +95,10 @@ ContextParallel: TypeAlias = Annotated[
         help="Ranks of a group, which split the cached context [default: 1]",
     ),
 ]
+ExpertParallel: TypeAlias = Annotated[
+    bool,
+    _engine("--expert-parallel", "--ep", help="Give each rank whole experts, not parts of each."),
+]
 TrustRemoteCode: TypeAlias = Annotated[
     bool, _engine("--trust-remote-code", help="Allow a tokenizer that is code of the checkpoint.")
 ]
@@ -126,7 +130,7 @@ _CACHE_OPTIONS = (
 )
 _ENGINE_OPTIONS = (
     *("dtype", "device", "num_threads", "max_model_len", "deterministic", "trust_remote_code"),
-    *("tensor_parallel_size", "context_parallel_size"),
+    *("tensor_parallel_size", "context_parallel_size", "enable_expert_parallel"),
     *_CACHE_OPTIONS,
     "no_prefix_caching",
 )

@@ -44,7 +44,8 @@ class GatedMlp(WeightModule):
 class MixtureOfExperts(WeightModule):
     """Routed experts, weighted, plus the shared expert, which is not. The router is fp32.
 
-    A rank has its part of every expert's intermediate features: ranks sum their results.
+    A rank has its part of every expert's intermediate features, or (expert parallelism) some of
+    the experts; ranks sum their results.
     """
 
     gate: Tensor
@@ -64,7 +65,13 @@ class MixtureOfExperts(WeightModule):
         if m.topk_method == "noaux_tc":
             bias = w.own("gate.e_score_correction_bias", m.num_experts, dtype=fp32)
         self.register_buffer("gate_bias", bias)
-        self._load_experts(w.at("experts"), shards.part_of(m.expert_size, "moe_intermediate_size"))
+        self.own = range(m.num_experts)
+        part = range(m.expert_size)
+        if shards.splits_experts:
+            self.own = shards.own_experts(m.num_experts)
+        else:
+            part = shards.part_of(m.expert_size, "moe_intermediate_size")
+        self._load_experts(w.at("experts"), part)
         self.shared: GatedMlp | None
         shared = None
         if m.shared_size:
@@ -76,21 +83,27 @@ class MixtureOfExperts(WeightModule):
         """Packs expert by expert, so that only one is held unpacked."""
         m, hidden = self.moe, self.hidden
         self.expert_size = len(part)
+        for e in set(range(m.num_experts)) - set(self.own):
+            w.at(str(e)).leave(*(f"{n}_proj.weight" for n in ("gate", "up", "down")))
         for name in ("gate_up", "down"):
             packed: Tensor | None = None
-            for e in range(m.num_experts):
+            for place, e in enumerate(self.own):
                 at = w.at(str(e))
                 if name == "gate_up":
                     one = ops.pack_linear(_gate_up(at, m.expert_size, hidden, part), groups=2)
                 else:
                     one = ops.pack_linear(_down(at, m.expert_size, hidden, part))
                 if packed is None:
-                    packed = one.new_empty((m.num_experts, *one.shape))
-                packed[e] = one
+                    packed = one.new_empty((len(self.own), *one.shape))
+                packed[place] = one
             self.register_buffer(name, packed)
 
     def forward(self, h: Tensor, operators: Operators) -> Tensor:
         """h [T, hidden] -> [T, hidden]."""
+        if len(self.own) < self.moe.num_experts:
+            out = operators.new(h, *h.shape)
+            operators.run(self._run_own, h, out)
+            return out
         shared = self.shared
         return operators.moe_block(
             h,
@@ -104,6 +117,25 @@ class MixtureOfExperts(WeightModule):
             None if shared is None else shared.down,
             0 if shared is None else shared.size,
         )
+
+    def _run_own(self, h: Tensor, out: Tensor) -> None:
+        """What this rank's experts, and its part of the shared one, add to h [T, hidden]."""
+        ids, weights = ops.route(h, self.gate, self.gate_bias, self.router)
+        ids = ids - self.own.start
+        ids.masked_fill_((ids < 0) | (ids >= len(self.own)), -1)
+        shared = self.shared
+        result = ops.moe_forward(
+            h,
+            ids,
+            weights,
+            self.gate_up,
+            self.down,
+            self.expert_size,
+            None if shared is None else shared.gate_up,
+            None if shared is None else shared.down,
+            0 if shared is None else shared.size,
+        )
+        out.copy_(result)
 
 
 def _router(m: MoeConfig) -> ops.RouterConfig:

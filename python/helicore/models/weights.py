@@ -68,6 +68,10 @@ class Checkpoint:
             return float(value)
         return None
 
+    def leave(self, name: str) -> None:
+        """The tensor belongs to the model but is not wanted here."""
+        self._taken.update((name, f"{name}_scale_inv"))
+
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """ValueError when tensors were left that `ignored` does not know."""
         left = sorted(n for n in self._where if n not in self._taken and not ignored(n))
@@ -158,6 +162,11 @@ class WeightReader:
         in_host_memory = self.device.type == "cpu"
         tensor = self._checkpoint.take(self._prefix + name, shape, dtype, copy=in_host_memory)
         return tensor.to(self.device)
+
+    def leave(self, *names: str) -> None:
+        """These tensors belong to the model but are not wanted here."""
+        for name in names:
+            self._checkpoint.leave(self._prefix + name)
 
     def scalar(self, *names: str) -> float | None:
         """The number in the first of these tensors that is there; None without any."""

@@ -209,7 +209,8 @@ def moe_forward(
 
     Args:
         x: [T, D] bfloat16 or float32.
-        ids: int32 [T, k] in [0, E).
+        ids: int32 [T, k] in [0, E); on a CPU also -1, which adds nothing: the expert is another
+            rank's.
         weights: float32 [T, k].
         w13: packed gate and up weights of the experts.
         w2: packed down weights of the experts.

@@ -108,6 +108,7 @@ class Ranks:
         """num_local: ranks of this machine, which share its memory and cores."""
         self.tensor_size = sizes.tensor_parallel_size
         self.context_size = sizes.context_parallel_size
+        self.splits_experts = sizes.enable_expert_parallel
         self.rank, self.size = everyone.rank, everyone.world_size
         if self.size != sizes.num_ranks:
             raise ValueError(
@@ -148,6 +149,7 @@ class Ranks:
             block_size=block_size,
             everyone=self.everyone,
             context=self.context,
+            splits_experts=self.splits_experts,
             project_first_above=(
                 _PROJECT_FIRST_ABOVE if isinstance(self.context, ProcessGroupCommunicator) else None
             ),

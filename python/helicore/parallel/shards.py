@@ -43,6 +43,8 @@ class Shards:
     """Rows of a page on one rank."""
     everyone: Collectives | None = None
     context: Collectives | None = None
+    splits_experts: bool = False
+    """A rank has some of the routed experts whole, not a part of each."""
     project_first_above: int | None = None
     """From this many tokens of a step on, values are projected before partial results travel:
     fewer bytes for more products. None: never."""
@@ -90,6 +92,16 @@ class Shards:
         units = features // unit
         first, last = (units * r // self.size for r in (self.rank, self.rank + 1))
         return range(first * unit, last * unit)
+
+    def own_experts(self, num_experts: int) -> range:
+        """The routed experts of this rank, where they are not split."""
+        if num_experts < self.size:
+            raise ValueError(
+                f"enable_expert_parallel needs an expert for each of the {self.size} ranks, the "
+                f"model has {num_experts}"
+            )
+        first, last = (num_experts * r // self.size for r in (self.rank, self.rank + 1))
+        return range(first, last)
 
     def equal_part(self, rows: int) -> range:
         """Of rows that are gathered again: every rank has as many, but for the last ones."""

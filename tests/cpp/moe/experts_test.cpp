@@ -251,11 +251,37 @@ TEST_F(ExpertsTest, block_equals_route_then_forward) {
   }
 }
 
+TEST_F(ExpertsTest, experts_of_another_rank_add_nothing) {
+  Layer layer(8, 48, 16, 0, DType::kFloat32, rng_);
+  constexpr int64_t kTokens = 21, kTopK = 2;
+  Matrix x(kTokens, 48, DType::kFloat32, rng_), whole(kTokens, 48, DType::kFloat32, rng_, true);
+  Assignment all{{}, {}};
+  for (int64_t i = 0; i < kTokens * kTopK; ++i) {
+    all.ids.push_back(static_cast<int32_t>((i * 5 + i / 3) % 8));
+    all.weights.push_back(0.25f + 0.5f * static_cast<float>(i % 3));
+  }
+  forward(x, all, layer, whole);
+  std::vector<float> sum(whole.f.size(), 0.0f);
+  for (int32_t rank = 0; rank < 3; ++rank) {  // ranks 0 and 1 have four experts each, rank 2 none
+    Assignment own = all;
+    for (int32_t& id : own.ids) id = id / 4 == rank ? id : -1;
+    Matrix part(kTokens, 48, DType::kFloat32, rng_, true);
+    forward(x, own, layer, part);
+    for (size_t i = 0; i < sum.size(); ++i) {
+      sum[i] += part.f[i];
+      if (rank == 2) {
+        EXPECT_EQ(part.f[i], 0.0f);
+      }
+    }
+  }
+  for (size_t i = 0; i < sum.size(); ++i) EXPECT_NEAR(sum[i], whole.f[i], 1e-4f);
+}
+
 TEST_F(ExpertsTest, ids_out_of_range_and_wrong_shapes_are_refused) {
   Layer layer(4, 32, 16, 0, DType::kFloat32, rng_);
   Matrix x(2, 32, DType::kFloat32, rng_), out(2, 32, DType::kFloat32, rng_),
       narrow(2, 31, DType::kFloat32, rng_);
-  for (int32_t bad : {4, -1, 2000000000}) {
+  for (int32_t bad : {4, -2, 2000000000}) {
     Assignment a{{0, 1, bad, 2}, {1, 1, 1, 1}};
     EXPECT_THROW(forward(x, a, layer, out), InvalidArgument);
   }

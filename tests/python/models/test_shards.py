@@ -114,6 +114,22 @@ def test_logits_are_those_of_one_rank(tensor_size: int, context_size: int, whole
         assert torch.equal(logits, found[0])
 
 
+@pytest.mark.parametrize(("tensor_size", "context_size"), [(2, 1), (1, 3), (3, 2)])
+def test_whole_experts_on_each_rank_give_the_same(
+    tensor_size: int, context_size: int, whole: Tensor
+) -> None:
+    shards = [
+        replace(mine, splits_experts=True) for mine in make_shards(tensor_size, context_size)[0]
+    ]
+    found = on_ranks(len(shards), lambda rank: run_all(RankModel(shards[rank]), PROMPT))
+    torch.testing.assert_close(found[0], whole, atol=2e-3, rtol=2e-3)
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="enable_expert_parallel"):
+        Shards(tensor_size=5, splits_experts=True).own_experts(4)
+
+
 @pytest.mark.parametrize("fault", ["heads", "ledger", "rescale"])
 def test_a_fault_in_the_exchange_is_seen(fault: str, whole: Tensor) -> None:
     """Swapped heads, a ledger that is off by a block, partial results that are not rescaled."""

@@ -19,6 +19,7 @@ void finalize_typed(const FinalizeParams& p) {
     for (int64_t c = 0; c < p.columns; c += 16) {
       VF acc = zero();
       for (int32_t s = 0; s < p.top_k; ++s) {
+        if (position[s] < 0) continue;
         acc = fma(set1(weights[s]), load(p.rows + position[s] * p.stride + c), acc);
       }
       if (p.shared != nullptr) acc = add(acc, load(p.shared + t * p.stride + c));
