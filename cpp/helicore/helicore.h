@@ -5,9 +5,12 @@
 #pragma once
 
 #include "helicore/attention/mla.h"
+#include "helicore/comm/communicator.h"
+#include "helicore/comm/symmetric_memory.h"
 #include "helicore/core/cpu/isa.h"
 #include "helicore/core/cuda/runtime.h"
 #include "helicore/core/error.h"
+#include "helicore/core/ledger.h"
 #include "helicore/core/tensor_view.h"
 #include "helicore/core/thread_pool.h"
 #include "helicore/core/types.h"
@@ -16,3 +19,5 @@
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "helicore/nn/linear.h"
+#include "helicore/quant/norm_epilogue.h"
+#include "helicore/quant/row_quantize.h"

@@ -140,18 +140,8 @@ def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 def test_torchrun_runs_the_command_line_once() -> None:
-    ran = torchrun(
-        "-m",
-        "helicore",
-        "generate",
-        "--cp",
-        "2",
-        "--host-gb",
-        "0.05",
-        "--dtype",
-        "float32",
-        *COMMAND,
-    )
+    options = ["--cp", "2", "--ep", "--host-gb", "0.05", "--dtype", "float32"]
+    ran = torchrun("-m", "helicore", "generate", *options, *COMMAND)
     assert ran.returncode == 0, ran.stderr
     outputs = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     assert len(outputs) == 1, ran.stdout
