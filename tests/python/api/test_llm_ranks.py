@@ -34,13 +34,21 @@ def texts(llm: LLM, prompts: list[str] = PROMPTS) -> list[str]:
     return [o.outputs[0].text for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def children() -> set[int]:
-    found = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "helicore.executor.rank_process"],
-        capture_output=True,
-        text=True,
-    )
-    return {int(pid) for pid in found.stdout.split()}
+def children(parent: int | None = None) -> set[int]:
+    """Processes that `parent` (this one) has started and not seen end."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == (parent or os.getpid()) and is_running(int(stat.parent.name)):
+            found.add(int(stat.parent.name))
+    return found
+
+
+def num_shared_maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:helicore")
 
 
 def is_running(pid: int) -> bool:
@@ -65,10 +73,11 @@ def alone() -> list[str]:
 
 def test_ranks_start_serve_and_end(alone: list[str]) -> None:
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    before = set(os.listdir("/dev/shm"))
+    before, num_maps = children(), num_shared_maps()
     with make_llm(1, 2) as llm:
-        pids = children()
+        pids = children() - before
         assert len(pids) == 1
+        assert num_shared_maps() > num_maps
         assert texts(llm) == alone
         assert "".join(llm.stream(PROMPTS[0], GREEDY)) == alone[0]
         stopped = llm.generate(
@@ -78,15 +87,16 @@ def test_ranks_start_serve_and_end(alone: list[str]) -> None:
         assert texts(llm) == alone
         assert llm.metrics()["prefix_cache_hits"] > 0
     assert not any(map(is_running, pids))
-    assert not set(os.listdir("/dev/shm")) - before
+    assert num_shared_maps() == num_maps
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     with pytest.raises(RuntimeError, match="closed"):
         texts(llm)
 
 
 def test_a_rank_that_dies_ends_the_call_with_its_name() -> None:
+    before = children()
     llm = make_llm(2, 1)
-    (pid,) = children()
+    (pid,) = children() - before
     texts(llm)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\) has died"):
@@ -94,7 +104,7 @@ def test_a_rank_that_dies_ends_the_call_with_its_name() -> None:
     with pytest.raises(RuntimeError, match="stopped after an internal error"):
         texts(llm)
     llm.close()
-    assert not children()
+    assert not children() - before
 
 
 _LEADER = """
@@ -112,8 +122,7 @@ def test_no_rank_outlives_a_first_one_that_is_killed() -> None:
     )
     assert leader.stdout is not None
     assert leader.stdout.readline() == "ready\n"
-    found = subprocess.run(["pgrep", "-P", str(leader.pid)], capture_output=True, text=True)
-    pids = {int(pid) for pid in found.stdout.split()}
+    pids = children(leader.pid)
     assert pids
     leader.kill()
     leader.communicate()
@@ -121,9 +130,10 @@ def test_no_rank_outlives_a_first_one_that_is_killed() -> None:
 
 
 def test_a_rank_that_can_not_start_is_named_and_nothing_is_left() -> None:
+    before = children()
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         make_llm(5, 1)
-    assert not children()
+    assert not children() - before
 
 
 def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
