@@ -27,10 +27,9 @@ struct ExpertTensors {
   int64_t shared_intermediate = 0;         // I_shared
 };
 
-// x [T, D] bfloat16 or float32, ids int32 [T, k] in [0, E) (-1: an expert of another rank, that adds
-// nothing here), weights float32 [T, k] -> out [T, D] in
-// the dtype of x (out may not overlap x). Throws InvalidArgument on a wrong shape or an id out of
-// range.
+// x [T, D] bfloat16 or float32, ids int32 [T, k] in [0, E) (-1: an expert of another rank, that
+// adds nothing here), weights float32 [T, k] -> out [T, D] in the dtype of x (out may not overlap
+// x). Throws InvalidArgument on a wrong shape or an id out of range.
 void moe_forward(const TensorView& x, const TensorView& ids, const TensorView& weights,
                  const ExpertTensors& experts, const TensorView& out);
 
