@@ -107,7 +107,8 @@ def _lead(
 
 def serve_rank(config: EngineConfig, meeting: Meeting, tokenizer: TokenizerSpec) -> None:
     """The life of a rank other than the first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first one
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first one
     ranks = _meet(config, meeting, tokenizer)
     try:
         engine = Engine(config, ranks=ranks)
