@@ -89,6 +89,7 @@ class alignas(64) KVCacheFields {
   bool owns_rows_ = false;      // a resize or resume since the last fork or rewind made rows from
                                 // history_length() on ours; whoever else holds them only reads
   bool in_batch_ = false;       // seen by the batch call that is checking its arguments
+  bool goes_quietly_ = false;   // what it found: grows_quietly(), commits_quietly()
   bool was_resumed_ = false;
   // Set under the lock, by whoever takes in a failure; looked at without.
   std::atomic<bool> is_lost_{false};

@@ -204,7 +204,8 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
   };
   const bool keeps_history = history_lengths.empty();
   for (size_t i = 0; i < caches.size(); ++i) {
-    if (keeps_history && caches[i]->grows_quietly(capacities[i])) continue;
+    caches[i]->goes_quietly_ = keeps_history && caches[i]->grows_quietly(capacities[i]);
+    if (caches[i]->goes_quietly_) continue;
     (void)caches[i]->check_resize(capacities[i], history(i));
   }
   std::fill(results.begin(), results.end(), uint8_t{0});
@@ -217,7 +218,8 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     };
     if (kDebugChecks || state_->has_new_failures()) take_lock();
     for (size_t i = 0; i < caches.size(); ++i) {
-      if (keeps_history && caches[i]->grows_quietly(capacities[i])) {
+      // Whoever takes the lock takes in failures, of any cache.
+      if (caches[i]->goes_quietly_ && !caches[i]->is_lost_.load(std::memory_order_relaxed)) {
         caches[i]->set_capacity_quietly(capacities[i]);
         results[i] = 1;
         continue;
@@ -257,7 +259,8 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     const int32_t count = counts.empty() ? 1 : counts[i];
     HELICORE_CHECK(count >= 0, kWhere, "counts must be >= 0, got ", count);
     total += static_cast<size_t>(count);
-    if (caches[i]->commits_quietly(static_cast<size_t>(count))) continue;
+    caches[i]->goes_quietly_ = caches[i]->commits_quietly(static_cast<size_t>(count));
+    if (caches[i]->goes_quietly_) continue;
     caches[i]->check_commit(static_cast<size_t>(count));
     fills_block |= !caches[i]->fills_no_block(static_cast<size_t>(count));
   }
@@ -281,7 +284,7 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     const auto count = static_cast<size_t>(counts.empty() ? 1 : counts[i]);
     const auto own = tokens.subspan(at, count);
     at += count;
-    if (caches[i]->commits_quietly(count) || caches[i]->fills_no_block(count)) {
+    if (caches[i]->goes_quietly_ || caches[i]->fills_no_block(count)) {
       caches[i]->commit_into_tail(own);
     } else {
       caches[i]->commit_locked(own, false);
