@@ -91,7 +91,6 @@ struct Communicator::Header {
   CallKind kind = CallKind::kNone;
   uint32_t dtype = 0;
   uint32_t root = 0;
-  uint32_t length = 0;  // of the bytes of a broadcast in this round
 };
 
 // At the start of each rank's memory; written by that rank alone, but for `sleepers`.
@@ -166,7 +165,7 @@ void Communicator::open_round(double timeout_s) {
     if (r != rank_) wait_for(r, round_, timeout_s);
   }
   ++round_;
-  const Header header{num_calls_, num_bytes_, kind_, dtype_, root_, 0};
+  const Header header{num_calls_, num_bytes_, kind_, dtype_, root_};
   std::memcpy(control(rank_).headers[round_ & 1], &header, sizeof header);
 }
 
@@ -191,10 +190,6 @@ void Communicator::await(int rank, double timeout_s) {
                 " and root ", other.root, ", this rank ", num_bytes_, " bytes of dtype ", dtype_,
                 " and root ", root_));
   }
-}
-
-void Communicator::await_all() {
-  for (int r = 0; r < world_; ++r) await(r, timeout_s_);
 }
 
 void Communicator::wait_for(int rank, uint32_t round, double timeout_s) {
@@ -243,7 +238,7 @@ void Communicator::barrier() {
   start(CallKind::kBarrier, 0, 0);
   open_round(timeout_s_);
   publish();
-  await_all();
+  for (int r = 0; r < world_; ++r) await(r, timeout_s_);
 }
 
 void Communicator::all_reduce(const TensorView& x, const TensorView& out) {

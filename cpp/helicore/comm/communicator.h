@@ -89,7 +89,6 @@ class Communicator {
   void publish() noexcept;
   // Waits until `rank` has published this round, and checks that it made the same call.
   void await(int rank, double timeout_s);
-  void await_all();
   void wait_for(int rank, uint32_t round, double timeout_s);
   void check_alive(int rank, double waited_s, double timeout_s);
   [[noreturn]] void fail(const std::string& message);

@@ -64,10 +64,7 @@ def generate(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Continues prompts.
-
-    `helicore generate --model tiny --prompt "def f(" --max-tokens 32 --temperature 0 --json`
-    """
+    """Continues prompts: `helicore generate --prompt "def f(" --max-tokens 32 --json`"""
     given = dict(locals())
     if logprobs is not None and not json:
         raise ValueError("--logprobs needs --json: text has no place for log-probabilities")

@@ -98,21 +98,7 @@ class Engine:
             self.counters,
             max(1, _MAX_PROMPT_LOGIT_BYTES // (4 * self.limits.vocab_size)),
         )
-        rule = absorbed_rule(
-            model.config,
-            shards,
-            row_bytes=shape.token_bytes // len(shape.row_widths),
-            deterministic=config.deterministic,
-        )
-        self._batch = BatchBuilder(
-            self._lanes,
-            self._pool.block_table,
-            self._pool.page_size,
-            config.scheduler.max_num_batched_tokens,
-            rule,
-            cache_format=shape.cache_format,
-            shards=shards,
-        )
+        self._batch = _make_builder(config, model, shape, self._lanes, self._pool, shards)
         self._runner = make_runner(config, model, shape, self._pool, stream)
         self._sampler = Sampler(self._lanes)
         self._post = PostProcessor(self._lanes, self._scheduler, self.counters)
@@ -170,9 +156,13 @@ class Engine:
             salt = f"{self._private_salt}-{request.arrival}"
             request.scope = ReuseScope(None, salt)
         self._add_sequences(request)
+        self._accept(request, reuse_scope)
+
+    def _accept(self, request: Request, scope: ReuseScope | None) -> None:
+        """Takes in a request that was checked; `scope` as the caller gave it."""
         with INTERRUPTS, self._change:
             self._num_arrivals += 1
-            self._requests[request_id] = request
+            self._requests[request.request_id] = request
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -409,6 +399,31 @@ def _limits_of(config: EngineConfig, model: CausalLM, shape: PoolShape) -> Model
         max_model_len_source=shape.max_model_len_source,
         max_num_seqs=config.scheduler.max_num_seqs,
         eos_token_ids=model.config.eos_token_ids,
+    )
+
+
+def _make_builder(
+    config: EngineConfig,
+    model: CausalLM,
+    shape: PoolShape,
+    lanes: Lanes,
+    pool: KVPool,
+    shards: Shards,
+) -> BatchBuilder:
+    rule = absorbed_rule(
+        model.config,
+        shards,
+        row_bytes=shape.token_bytes // len(shape.row_widths),
+        deterministic=config.deterministic,
+    )
+    return BatchBuilder(
+        lanes,
+        pool.block_table,
+        pool.page_size,
+        config.scheduler.max_num_batched_tokens,
+        rule,
+        cache_format=shape.cache_format,
+        shards=shards,
     )
 
 

@@ -9,21 +9,17 @@ a digest of their state with that of rank 0.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from helicore.config import EngineConfig
-from helicore.executor.detokenizer import Detokenizer, DetokenizerFactory
+from helicore.executor.detokenizer import DetokenizerFactory
 from helicore.executor.engine import Engine
 from helicore.executor.interrupts import INTERRUPTS
+from helicore.executor.sequence import Request
 from helicore.executor.updates import SequenceUpdate
 from helicore.kv import ReuseScope
 from helicore.parallel.ranks import CommError, Ranks
-from helicore.sampling_params import SamplingParams
 from helicore.tokenizer import Tokenizer
 
 STEPS_BETWEEN_CHECKS = 16
@@ -48,34 +44,15 @@ class LeadingEngine(Engine):
         self._is_leading = False
         super().__init__(config, ranks=ranks)
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int] | NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        reuse_scope: ReuseScope | None = None,
-        detokenizer_factory: Callable[[], Detokenizer] | None = None,
-    ) -> None:
-        if isinstance(params, SamplingParams) and params.seed is None:
-            params = replace(params, seed=int(self._rng.integers(0, 2**63)))
+    def _accept(self, request: Request, scope: ReuseScope | None) -> None:
         with INTERRUPTS:
-            super().add_request(
-                request_id,
-                prompt_token_ids,
-                params,
-                priority=priority,
-                reuse_scope=reuse_scope,
-                detokenizer_factory=detokenizer_factory,
+            super()._accept(request, scope)
+            # The first of n sequences has the seed of its request, drawn where none was given.
+            params = replace(request.params, seed=request.sequences[0].seed)
+            fields = None if scope is None else (scope.lora_id, scope.salt, scope.lora_generation)
+            self._packet.calls.append(
+                ("add", (request.request_id, request.prompt, params, request.priority, fields))
             )
-            scope = reuse_scope and (
-                reuse_scope.lora_id,
-                reuse_scope.salt,
-                reuse_scope.lora_generation,
-            )
-            tokens = self._requests[request_id].prompt
-            self._packet.calls.append(("add", (request_id, tokens, params, priority, scope)))
 
     def abort(self, request_id: str) -> None:
         if self._is_leading:

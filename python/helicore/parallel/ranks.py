@@ -136,10 +136,6 @@ class Ranks:
             context = _connect(meeting, "context", ranks[first : first + size], sizes)
         return cls(sizes, everyone, context, num_local=hosts.count(hosts[meeting.rank]))
 
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
     def shards(self, block_size: int) -> Shards:
         """The part of a model that this rank holds."""
         return Shards(

@@ -164,6 +164,18 @@ def test_chunks_preemption_and_lower_levels(
     assert first_differences(found, alone_for_long) == 0
 
 
+@pytest.mark.parametrize(("tensor_size", "context_size"), [(1, 2), (2, 2), (1, 4)])
+def test_prompts_of_2k_tokens_in_chunks(tensor_size: int, context_size: int) -> None:
+    prompts = {name: RANDOM.integers(3, 4000, 2048).tolist() for name in ("a", "b")}
+    prompts["c"] = prompts["a"][:1500]  # reuses what "a" has by then, or computes it beside
+    settings = {"max_model_len": 2100, "cache": {"host_gb": 0.1, "block_size": 32}}
+    engine = Engine(make_config(**settings))
+    want = run_all(engine, prompts, greedy())
+    engine.close()
+    with ranks_of(make_config(tensor_size, context_size, **settings)) as engine:
+        assert first_differences(run_all(engine, prompts, greedy()), want) == 0
+
+
 def test_siblings_seeds_aborts_and_resets_are_repeated(alone: Any) -> None:
     sampled = SamplingParams(temperature=1, max_tokens=20, n=3, ignore_eos=True)
     with ranks_of(make_config(2, 2)) as engine:
