@@ -86,6 +86,13 @@ void set_capacity(KVCache& cache, int64_t capacity) {
   if (!cache.resize(capacity)) throw OutOfPages(*cache.last_failure());
 }
 
+// Giving up the interpreter's lock and taking it again costs as much as most resizes.
+bool resize(KVCache& cache, std::optional<int64_t> capacity, std::optional<int64_t> history) {
+  if (const auto done = cache.try_resize(capacity, history)) return *done;
+  const nb::gil_scoped_release release;
+  return cache.resize(capacity, history);
+}
+
 void set_stream(KVCache& cache, int64_t stream) {
   const nb::gil_scoped_release release;
   cache.set_stream(stream);
@@ -231,8 +238,7 @@ void bind_cache(nb::module_& m) {
            nb::keep_alive<0, 1>(),
            "Bring the pages of a SUSPENDED cache up to `level` in the background; best effort.")
       .def("suspend", &suspend, "Unlock the pages but keep them; page tables read BAD_PAGE_INDEX.")
-      .def("resize", &KVCache::resize, "capacity"_a.none(), "history_length"_a = nb::none(),
-           ReleaseGil(),
+      .def("resize", &resize, "capacity"_a.none(), "history_length"_a = nb::none(),
            "Set the cursors, in tokens; None keeps one. False when there is no room: nothing "
            "changed.\n\nRaises ValueError when history would shrink or capacity < history.")
       .def("truncate", &KVCache::truncate, "num_tokens"_a, ReleaseGil(),

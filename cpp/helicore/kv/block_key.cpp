@@ -57,10 +57,7 @@ Digest block_key(const Digest& parent, std::span<const TokenId> tokens) noexcept
   const auto count = static_cast<uint32_t>(tokens.size());
   std::memcpy(head.data() + 4, &count, sizeof(count));
   std::memcpy(head.data() + 8, parent.data(), parent.size());
-  Sha256 hash;
-  hash.update(head);
-  hash.update({reinterpret_cast<const uint8_t*>(tokens.data()), tokens.size_bytes()});
-  return hash.finish();
+  return sha256(head, {reinterpret_cast<const uint8_t*>(tokens.data()), tokens.size_bytes()});
 }
 
 }  // namespace helicore::kv

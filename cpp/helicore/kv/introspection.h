@@ -22,7 +22,7 @@ struct Introspection {
   static std::span<const PageHandle> pages(const KVCache& cache) { return cache.pages_; }
   static PageHandle state_page(const KVCache& cache) { return cache.state_page_; }
   static NodeId tail_node(const KVCache& cache) { return cache.tail_node_; }
-  static std::span<const TokenId> tail_tokens(const KVCache& cache) { return cache.tail_tokens_; }
+  static std::span<const TokenId> tail_tokens(const KVCache& cache) { return cache.tail_tokens(); }
   static const PrefetchState& prefetch(const KVCache& cache) { return cache.prefetch_; }
   // Rows of the history that the layer group does not have.
   static std::vector<TokenRange> missing(const KVCache& cache, size_t life_cycle);

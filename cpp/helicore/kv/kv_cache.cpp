@@ -23,8 +23,9 @@ void reserve_amortised(std::vector<T>& values, size_t count) {
 
 KVCacheFields::KVCacheFields(ManagerState& state, const CreateArgs& args)
     : state_(&state),
-      tokens_per_block_(state.config.tokens_per_block),
+      tail_(std::make_unique<TokenId[]>(static_cast<size_t>(state.config.tokens_per_block))),
       is_plain_(!state.ssm && !state.has_windows),
+      tokens_per_block_(state.config.tokens_per_block),
       needs_state_(state.ssm.has_value()),
       retention_(args.retention),
       tables_(state.num_life_cycles),
@@ -35,7 +36,6 @@ KVCacheFields::KVCacheFields(ManagerState& state, const CreateArgs& args)
 
 KVCache::KVCache(ManagerState& state, const CreateArgs& args)
     : KVCacheFields(state, args), scratch_(*this, state.config.enable_swa_scratch_reuse()) {
-  tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
   const NodeId root = state.tree.find_or_create_root(scope_);
   std::vector<NodeId>& path = state.path_scratch;
   path.clear();
@@ -63,7 +63,7 @@ KVCache::KVCache(ManagerState& state, const CreateArgs& args)
   const auto tail = static_cast<size_t>(matched % tokens_per_block_);
   needs_copy_ = tail > 0;
   const auto committed = args.tokens.first(static_cast<size_t>(matched));
-  tail_tokens_.assign(committed.end() - static_cast<std::ptrdiff_t>(tail), committed.end());
+  append_to_tail(committed.last(tail));
   for (IndexTable& table : tables_) {
     std::fill_n(table.data, static_cast<size_t>(num_blocks), kBadPageIndex);
   }
@@ -147,6 +147,23 @@ bool KVCache::resize(std::optional<int64_t> capacity, std::optional<int64_t> his
   return finish_waits(state_->stats.failed_resizes);
 }
 
+std::optional<bool> KVCache::try_resize(std::optional<int64_t> capacity,
+                                        std::optional<int64_t> history_length) {
+  if (recording(state_) != nullptr) return std::nullopt;
+  const Cursors cursors = check_resize(capacity, history_length);
+  if (!kDebugChecks && !state_->has_new_failures() && resize_within_blocks(cursors)) return true;
+  if (!is_plain_ || may_share_ || has_waits_ || state_->store.num_levels() > 1 ||
+      state_->device->type() != DeviceType::kCpu) {
+    return std::nullopt;
+  }
+  const std::unique_lock lock(state_->mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return std::nullopt;
+  state_->begin_operation();
+  const bool resized = resize_locked(cursors);
+  state_->verify();
+  return has_waits_ ? std::nullopt : std::optional(resized);
+}
+
 void KVCache::commit(std::span<const TokenId> tokens, bool is_end) {
   if (auto* sink = recording(state_)) return recorded::commit(*sink, *this, tokens, is_end);
   check_commit(tokens.size());
@@ -197,7 +214,7 @@ void KVCache::check_intact(const char* where) const {
 }
 
 void KVCache::flush_waits() {
-  if (waits_.empty()) return;
+  if (!has_waits_) return;
   CacheDevice& device = *state_->device;
   const StreamHandle stream = device_stream();
   {
@@ -209,6 +226,7 @@ void KVCache::flush_waits() {
   }
   if (!waits_.empty()) device.wait(stream, waits_);
   waits_.clear();
+  has_waits_ = false;
 }
 
 bool KVCache::finish_waits(uint64_t& failure_counter) {
@@ -288,7 +306,7 @@ void KVCache::check_tokens(std::span<const TokenId> tokens) const {
 
 bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
   // A commit may have adopted a page that is still on its way: the stream has yet to wait for it.
-  if (may_share_ || is_lost_ || !waits_.empty() || !has_blocks_for(cursors.capacity) ||
+  if (may_share_ || is_lost_ || has_waits_ || !has_blocks_for(cursors.capacity) ||
       cursors.capacity <= int64_t{num_blocks_ - 1} * tokens_per_block_ ||
       (!is_plain_ && (makes_stale(cursors.history) || scratch_.concerns(cursors)))) {
     return false;
@@ -300,7 +318,7 @@ bool KVCache::resize_within_blocks(const Cursors& cursors) noexcept {
 
 bool KVCache::fills_no_block(size_t num_tokens) const noexcept {
   return !may_share_ && !is_lost_ &&
-         tail_tokens_.size() + num_tokens < static_cast<size_t>(tokens_per_block_) &&
+         static_cast<size_t>(num_tail_) + num_tokens < static_cast<size_t>(tokens_per_block_) &&
          (is_plain_ || (!state_->ssm &&
                         !makes_stale(std::max(history_length_,
                                               num_committed_ + static_cast<int32_t>(num_tokens)))));
@@ -373,6 +391,7 @@ void KVCache::wait_for(TimePoint point) {
     return;
   }
   waits_.push_back(point);
+  has_waits_ = true;
 }
 
 void KVCache::reserve_tables(int32_t num_blocks) {
@@ -477,8 +496,8 @@ std::vector<TokenId> KVCache::committed_tokens() const {
   if (status_ == CacheStatus::kClosed) return {};
   const std::shared_lock lock(state_->mutex);
   std::vector<TokenId> tokens(static_cast<size_t>(num_committed_));
-  auto end = tokens.end() - static_cast<std::ptrdiff_t>(tail_tokens_.size());
-  std::copy(tail_tokens_.begin(), tail_tokens_.end(), end);
+  auto end = tokens.end() - num_tail_;
+  std::ranges::copy(tail_tokens(), end);
   for (NodeId id = tail_node_; state_->tree.node(id).parent != kNoNode;
        id = state_->tree.node(id).parent) {
     const auto block = state_->tree.tokens(id);

@@ -60,21 +60,23 @@ class KVCache : private KVCacheFields {
   // one whose work touches the pages from now on: a cudaStream_t as an integer, or a step stream;
   // on the CPU any other number stands for work that is done when a call returns.
   [[nodiscard]] bool resume(std::optional<int64_t> stream = std::nullopt);
-  // ACTIVE -> SUSPENDED: pages stay held (nothing else may take them), page tables read BAD,
-  // caller-owned table rows are filled with BAD and let go.
+  // ACTIVE -> SUSPENDED: pages stay held, page tables read BAD, caller-owned rows of them are
+  // filled with BAD and let go.
   void suspend();
-  // Brings pages that are colder than `level` up to it, front blocks first, in batches that leave
-  // room for other copies; best effort. SUSPENDED only. Never blocks. A second call takes the place
-  // of the first.
+  // Brings pages colder than `level` up to it, front blocks first, in batches that leave room for
+  // other copies; best effort. SUSPENDED only. Never blocks. A second call replaces the first.
   [[nodiscard]] PrefetchTicket prefetch(int level = kHotLevel);
-  // Sets the cursors; nullopt keeps one. ACTIVE only. False when the pages for a larger capacity
-  // can't be had. Throws InvalidArgument when history would shrink (see truncate), capacity <
-  // history, or a caller's table row is too short.
+  // Sets the cursors; nullopt keeps one. ACTIVE only. False: no pages for a larger capacity. Throws
+  // InvalidArgument when history would shrink, capacity < history, or a caller's row is too short.
   [[nodiscard]] bool resize(std::optional<int64_t> capacity,
                             std::optional<int64_t> history_length = std::nullopt);
-  // Rewinds to `num_tokens`, in [num_committed, capacity]: capacity becomes num_tokens and history
-  // at most that. Blocks past the end go at once, last block first, and their table entries read
-  // BAD. For tokens that were speculated and rejected. Needs no page. ACTIVE or SUSPENDED.
+  // For callers that must not block. nullopt when resize() might: another thread is inside the
+  // manager, pages might move, the stream has to wait. resize() then does what is left.
+  [[nodiscard]] std::optional<bool> try_resize(
+      std::optional<int64_t> capacity, std::optional<int64_t> history_length = std::nullopt);
+  // Rewinds to `num_tokens`, in [num_committed, capacity], tokens that were speculated and
+  // rejected: capacity becomes num_tokens, history at most that. Blocks past the end go at once,
+  // last first, and their table entries read BAD. Needs no page. ACTIVE or SUSPENDED.
   void truncate(int64_t num_tokens);
   // A SUSPENDED twin: the same committed tokens, scope, priority, stream and commit state; history
   // == capacity == our history. Takes no page: every block before history is shared. Rows from

@@ -25,15 +25,14 @@ void KVCache::commit_locked(std::span<const TokenId> tokens, bool is_end) {
   scratch_.give_up({capacity_, history});
   if (makes_stale(history)) advance_history(history);
   history_length_ = history;
-  while (tail_tokens_.size() + tokens.size() >= block) {
-    const size_t taken = block - tail_tokens_.size();
-    if (tail_tokens_.empty()) {
+  while (static_cast<size_t>(num_tail_) + tokens.size() >= block) {
+    const size_t taken = block - static_cast<size_t>(num_tail_);
+    if (num_tail_ == 0) {
       commit_full_block(tokens.first(block));
     } else {
-      tail_tokens_.insert(tail_tokens_.end(), tokens.begin(),
-                          tokens.begin() + static_cast<std::ptrdiff_t>(taken));
-      commit_full_block(tail_tokens_);
-      tail_tokens_.clear();
+      append_to_tail(tokens.first(taken));
+      commit_full_block(tail_tokens());
+      num_tail_ = 0;
     }
     num_committed_ += static_cast<int32_t>(taken);
     tokens = tokens.subspan(taken);
@@ -179,13 +178,13 @@ void KVCache::stop_committing_locked(bool may_move_state) {
 }
 
 void KVCache::publish_tail() {
-  if (tail_tokens_.empty() || needs_copy_ || !state_->config.enable_partial_reuse) return;
+  if (num_tail_ == 0 || needs_copy_ || !state_->config.enable_partial_reuse) return;
   const int32_t ordinal = state_->tree.node(tail_node_).ordinal + 1;
   if (const NodeId shown = shown_node(ordinal); shown != kNoNode) {
     // Shown by a fork; a longer part may replace it.
     const auto theirs = state_->tree.tokens(shown);
-    if (state_->tree.node(shown).parent != tail_node_ || theirs.size() > tail_tokens_.size() ||
-        !std::equal(theirs.begin(), theirs.end(), tail_tokens_.begin())) {
+    if (state_->tree.node(shown).parent != tail_node_ || theirs.size() > tail_tokens().size() ||
+        !std::equal(theirs.begin(), theirs.end(), tail_tokens().begin())) {
       return;
     }
   }
@@ -200,7 +199,7 @@ void KVCache::publish_tail() {
     any = true;
   }
   if (!any) return;
-  raise_above(state_->tree.insert(tail_node_, tail_tokens_, pages).node);
+  raise_above(state_->tree.insert(tail_node_, tail_tokens(), pages).node);
   if (has_duplicate_) mark_block(ordinal);
 }
 
@@ -227,7 +226,7 @@ NodeId KVCache::insert_tail_copies() {
     give_up();
     throw;
   }
-  const NodeId node = state.tree.insert(tail_node_, tail_tokens_, copies).node;
+  const NodeId node = state.tree.insert(tail_node_, tail_tokens(), copies).node;
   for (size_t lc = 0; lc < tables_.size() && has_duplicate_; ++lc) {
     if (!copies[lc].is_null()) state.store.mark_forked(copies[lc]);
   }
@@ -251,7 +250,7 @@ bool KVCache::snapshot_state(bool may_move) {
   const bool has_state = !needs_state_ && !state_page_.is_null();
   if (!has_state || num_committed_ == 0 || history_length_ != num_committed_) return false;
   const bool moves = may_move && state.store.page(state_page_.id).hold_count == 1;
-  const bool is_aligned = tail_tokens_.empty();
+  const bool is_aligned = num_tail_ == 0;
   if (!is_aligned && (needs_copy_ || !state.config.enable_partial_reuse)) return false;
   if (!is_active() && !moves) return false;
   std::vector<int32_t>& need = state.need_scratch;
@@ -284,8 +283,7 @@ bool KVCache::snapshot_state(bool may_move) {
   // A copy on a CPU is there at its own point, whatever the stream does.
   const bool in_stream = moves || state.device->type() != DeviceType::kCpu;
   if (is_active() && in_stream) state.store.set_written(snapshot.id, fence());
-  const int32_t position =
-      is_aligned ? tokens_per_block_ : static_cast<int32_t>(tail_tokens_.size());
+  const int32_t position = is_aligned ? tokens_per_block_ : num_tail_;
   if (node != kNoNode) (void)state.tree.attach(node, *state.ssm, snapshot, position);
   if (is_active()) state.store.unlock(snapshot, fence());
   state.store.unhold(snapshot);
@@ -296,7 +294,7 @@ bool KVCache::snapshot_state(bool may_move) {
 
 NodeId KVCache::tail_node_with_own_pages() {
   publish_tail();
-  return state_->tree.find_cover(tail_node_, tail_tokens_);
+  return state_->tree.find_cover(tail_node_, tail_tokens());
 }
 
 void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
@@ -318,7 +316,7 @@ void KVCache::check_forked_commit(std::span<const TokenId> tokens) const {
            std::equal(theirs.begin(), theirs.end(), own.begin());
   };
   const auto block = static_cast<size_t>(tokens_per_block_);
-  std::vector<TokenId> next = tail_tokens_;
+  std::vector<TokenId> next(tail_tokens().begin(), tail_tokens().end());
   NodeId parent = tail_node_;
   for (int32_t b = num_full_blocks(); next.size() + tokens.size() >= block; ++b) {
     const size_t taken = block - next.size();

@@ -98,9 +98,10 @@ std::unique_ptr<KVCache> KVCache::fork(std::optional<int64_t> id) {
 
 KVCacheFields::KVCacheFields(const KVCacheFields& parent, std::optional<int64_t> id)
     : state_(parent.state_),
-      tokens_per_block_(parent.tokens_per_block_),
+      tail_(std::make_unique<TokenId[]>(static_cast<size_t>(parent.tokens_per_block_))),
       commit_state_(parent.commit_state_),
       is_plain_(parent.is_plain_),
+      tokens_per_block_(parent.tokens_per_block_),
       needs_copy_(parent.needs_copy_),
       needs_state_(parent.needs_state_),
       has_duplicate_(parent.has_duplicate_),
@@ -120,13 +121,12 @@ KVCache::KVCache(const KVCache& parent, std::optional<int64_t> id)
     : KVCacheFields(parent, id), scratch_(*this, parent.scratch_.is_enabled()) {
   ManagerState& state = *state_;
   const int32_t num_blocks = ceil_div(parent.history_length_, tokens_per_block_);
-  tail_tokens_.reserve(static_cast<size_t>(tokens_per_block_));
   pages_.reserve(static_cast<size_t>(num_blocks) * tables_.size());
   reserve_tables(num_blocks);
   state.caches.reserve(state.caches.size() + 1);
 
   // Nothing fails from here on.
-  tail_tokens_.assign(parent.tail_tokens_.begin(), parent.tail_tokens_.end());
+  append_to_tail(parent.tail_tokens());
   pages_.assign(parent.pages_.begin(),
                 parent.pages_.begin() +
                     static_cast<std::ptrdiff_t>(static_cast<size_t>(num_blocks) * tables_.size()));

@@ -12,24 +12,6 @@
 namespace helicore::kv {
 namespace {
 
-// Clears the marks that check_batch() leaves on the caches.
-template <typename Mark>
-class BatchMarks {
- public:
-  BatchMarks(std::span<KVCache* const> caches, Mark mark) : caches_(caches), mark_(mark) {}
-  ~BatchMarks() {
-    for (KVCache* cache : caches_) {
-      if (cache != nullptr) mark_(*cache) = false;
-    }
-  }
-  BatchMarks(const BatchMarks&) = delete;
-  BatchMarks& operator=(const BatchMarks&) = delete;
-
- private:
-  std::span<KVCache* const> caches_;
-  Mark mark_;
-};
-
 // A resize that took pages, whose stream may have to wait for them.
 constexpr uint8_t kMayWait = 2;
 
@@ -173,17 +155,30 @@ void KVCacheManager::shutdown() {
   state_->is_shut_down = true;
 }
 
-void KVCacheManager::check_batch(const char* where, std::span<KVCache* const> caches,
-                                 size_t num_entries) const {
-  HELICORE_CHECK(num_entries == caches.size(), where,
-                 "one entry per cache is needed: ", caches.size(), " caches, got ", num_entries);
-  for (KVCache* cache : caches) {
-    HELICORE_CHECK(cache != nullptr && cache->state_ == state_.get(), where,
-                   "caches must belong to this manager");
-    HELICORE_CHECK(!cache->in_batch_, where, "cache ", cache->id(), " occurs twice");
-    cache->in_batch_ = true;
+// The caches of a batch call: each one of this manager's, and there once. A cache remembers the
+// serial of the last batch that saw it.
+class KVCacheManager::Batch {
+ public:
+  Batch(const char* where, ManagerState& state, size_t num_caches, size_t num_entries)
+      : where_(where), state_(&state), serial_(++state.num_batches) {
+    HELICORE_CHECK(num_entries == num_caches, where, "one entry per cache is needed: ", num_caches,
+                   " caches, got ", num_entries);
   }
-}
+  void check(KVCache* cache) const {
+    HELICORE_CHECK(cache != nullptr && cache->state_ == state_, where_,
+                   "caches must belong to this manager");
+    HELICORE_CHECK(cache->batch_ != serial_, where_, "cache ", cache->id(), " occurs twice");
+    cache->batch_ = serial_;
+  }
+  void check(std::span<KVCache* const> caches) const {
+    for (KVCache* cache : caches) check(cache);
+  }
+
+ private:
+  const char* where_;
+  ManagerState* state_;
+  uint32_t serial_;
+};
 
 void KVCacheManager::resize_many(std::span<KVCache* const> caches,
                                  std::span<const int32_t> capacities,
@@ -193,8 +188,7 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     return recorded::resize_many(*sink, *this, caches, capacities, history_lengths, results);
   }
   constexpr const char* kWhere = "kv.resize_many";
-  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
-  check_batch(kWhere, caches, capacities.size());
+  const Batch batch(kWhere, *state_, caches.size(), capacities.size());
   HELICORE_CHECK(history_lengths.empty() || history_lengths.size() == caches.size(), kWhere,
                  "history_lengths must be empty or one per cache, got ", history_lengths.size());
   HELICORE_CHECK(results.size() == caches.size(), kWhere, "results must be one per cache, got ",
@@ -203,8 +197,10 @@ void KVCacheManager::resize_many(std::span<KVCache* const> caches,
     return history_lengths.empty() ? std::nullopt : std::optional<int64_t>(history_lengths[i]);
   };
   const bool keeps_history = history_lengths.empty();
+  const int32_t block = tokens_per_block();
   for (size_t i = 0; i < caches.size(); ++i) {
-    caches[i]->goes_quietly_ = keeps_history && caches[i]->grows_quietly(capacities[i]);
+    batch.check(caches[i]);
+    caches[i]->goes_quietly_ = keeps_history && caches[i]->grows_quietly(capacities[i], block);
     if (caches[i]->goes_quietly_) continue;
     (void)caches[i]->check_resize(capacities[i], history(i));
   }
@@ -251,18 +247,21 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
     return recorded::commit_many(*sink, *this, caches, tokens, counts);
   }
   constexpr const char* kWhere = "kv.commit_many";
-  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
-  check_batch(kWhere, caches, counts.empty() ? caches.size() : counts.size());
+  const Batch batch(kWhere, *state_, caches.size(), counts.empty() ? caches.size() : counts.size());
   size_t total = 0;
+  const int32_t block = tokens_per_block();
   bool fills_block = kDebugChecks || state_->has_new_failures();
   for (size_t i = 0; i < caches.size(); ++i) {
+    batch.check(caches[i]);
     const int32_t count = counts.empty() ? 1 : counts[i];
     HELICORE_CHECK(count >= 0, kWhere, "counts must be >= 0, got ", count);
     total += static_cast<size_t>(count);
-    caches[i]->goes_quietly_ = caches[i]->commits_quietly(static_cast<size_t>(count));
+    caches[i]->goes_quietly_ = caches[i]->commits_quietly(static_cast<size_t>(count), block);
     if (caches[i]->goes_quietly_) continue;
     caches[i]->check_commit(static_cast<size_t>(count));
-    fills_block |= !caches[i]->fills_no_block(static_cast<size_t>(count));
+    if (caches[i]->fills_no_block(static_cast<size_t>(count))) continue;
+    fills_block = true;
+    caches[i]->prefetch_tail();
   }
   HELICORE_CHECK(total == tokens.size(), kWhere, "tokens must have ", total,
                  " entries (the sum of counts), got ", tokens.size());
@@ -294,7 +293,7 @@ void KVCacheManager::commit_many(std::span<KVCache* const> caches, std::span<con
   state_->verify();
   lock.unlock();
   for (KVCache* cache : caches) {
-    if (!cache->waits_.empty()) cache->flush_waits();
+    if (cache->has_waits_) cache->flush_waits();
   }
 }
 
@@ -304,8 +303,7 @@ void KVCacheManager::truncate_many(std::span<KVCache* const> caches,
     return recorded::truncate_many(*sink, *this, caches, num_tokens);
   }
   constexpr const char* kWhere = "kv.truncate_many";
-  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
-  check_batch(kWhere, caches, num_tokens.size());
+  Batch(kWhere, *state_, caches.size(), num_tokens.size()).check(caches);
   for (size_t i = 0; i < caches.size(); ++i) {
     (void)caches[i]->check_truncate(kWhere, num_tokens[i]);
   }
@@ -335,8 +333,7 @@ void KVCacheManager::resume_many(std::span<KVCache* const> caches, std::optional
     return recorded::resume_many(*sink, *this, caches, stream, results);
   }
   constexpr const char* kWhere = "kv.resume_many";
-  const BatchMarks marks(caches, [](KVCache& c) -> bool& { return c.in_batch_; });
-  check_batch(kWhere, caches, results.size());
+  Batch(kWhere, *state_, caches.size(), results.size()).check(caches);
   for (KVCache* cache : caches) {
     HELICORE_KV_STATE(cache->status() == CacheStatus::kSuspended, kWhere, "cache ", cache->id(),
                       " is ", name_of(cache->status()), ", must be SUSPENDED");

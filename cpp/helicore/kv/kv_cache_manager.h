@@ -210,7 +210,7 @@ class KVCacheManager {
   // Blocks from the start that other caches hold as well.
   [[nodiscard]] int32_t count_shared_prefix(const KVCache& cache) const noexcept;
   void check_level(const char* where, int level) const;
-  void check_batch(const char* where, std::span<KVCache* const> caches, size_t num_entries) const;
+  class Batch;
 
   std::unique_ptr<ManagerState> state_;
 };

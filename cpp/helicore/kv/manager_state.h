@@ -81,6 +81,7 @@ struct ManagerState {
   int64_t next_plan = 0;
   KVCacheManager* owner = nullptr;
   int64_t next_id = 0;
+  std::atomic<uint32_t> num_batches = 0;  // batch calls so far
   int32_t num_active = 0;
   bool is_shut_down = false;
   std::atomic<uint64_t> num_failures_seen{0};

@@ -284,6 +284,7 @@ void Migrator::execute_group(PoolGroupId group, int level) {
       std::all_of(plan.down.begin(), plan.down.end(), [](const auto& p) { return p.empty(); });
   if (is_idle) return;
   for (PageHandle page : plan.drops) drop(page);
+  if (!plan.drops.empty()) prefetch_front(group, store_.last_level());
   const auto num_levels = static_cast<size_t>(store_.num_levels());
   std::vector<size_t> done(num_levels + 1, 0);
   for (bool busy = true; busy;) {
@@ -298,6 +299,14 @@ void Migrator::execute_group(PoolGroupId group, int level) {
     HELICORE_ASSERT(busy || !left, "kv.migration", "pages of pool group ", group,
                     " have nowhere to go");
   }
+}
+
+void Migrator::prefetch_front(PoolGroupId group, int level) const noexcept {
+  const PageId next = store_.queue(group, level).front();
+  if (next == kNoPage) return;
+  const PageRecord& record = store_.page(next);  // at hand: its link was just changed
+  if (record.next != kNoPage) store_.pages().prefetch(record.next);
+  if (record.node != kNoNode) tree_.prefetch(record.node);
 }
 
 bool Migrator::move_some(std::vector<PageHandle>& pages, size_t& done, PoolGroupId group,

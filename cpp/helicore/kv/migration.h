@@ -38,6 +38,8 @@ class Migrator {
   [[nodiscard]] std::optional<NoRoom> make_room(const RoomRequest& request);
   // Drops a page that nobody holds, with what depends on it.
   void drop(PageHandle page);
+  // What dropping the next page to leave will touch.
+  void prefetch_front(PoolGroupId group, int level) const noexcept;
   // Slots that one level can give to new pages, whatever is evicted.
   [[nodiscard]] int32_t num_available(PoolGroupId group, int level) const noexcept;
   // Sends pages of one group and level to colder levels, or drops them on the last one. When that

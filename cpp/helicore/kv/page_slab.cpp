@@ -1,5 +1,7 @@
 #include "helicore/kv/page_slab.h"
 
+#include <memory>
+
 namespace helicore::kv {
 
 PageId PageSlab::allocate() noexcept {
@@ -12,7 +14,9 @@ PageId PageSlab::allocate() noexcept {
   }
   PageRecord& record = records_[id.value()];
   const uint32_t generation = record.generation;
-  record = PageRecord{.generation = generation, .in_use = true};
+  std::construct_at(&record);  // in place: a temporary's parts would be read back before they land
+  record.generation = generation;
+  record.in_use = true;
   ++num_in_use_;
   return id;
 }

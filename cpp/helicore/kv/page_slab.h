@@ -59,6 +59,7 @@ struct PageRecord {
   bool to_copy : 1 = false;  // the plan moves it to its copy, which must stay
   bool useless : 1 = false;  // a window page that can't be part of a match any more: goes first
   bool lost : 1 = false;     // a copy of it failed: its bytes are not to be used
+  bool timed : 1 = false;    // its slot's entry of points counts; else there are none
 
   [[nodiscard]] PageStatus status() const noexcept {
     if (lock_count > 0) return PageStatus::kLocked;
@@ -89,6 +90,11 @@ class PageSlab {
   }
   [[nodiscard]] PageHandle handle(PageId id) const noexcept {
     return {id, records_[id.value()].generation};
+  }
+  void prefetch(PageId id) const noexcept {  // a record may lie across two cache lines
+    const char* const record = reinterpret_cast<const char*>(&records_[id.value()]);
+    __builtin_prefetch(record);
+    __builtin_prefetch(record + sizeof(PageRecord) - 1);
   }
   // Room for `capacity` records; records may move.
   void reserve(size_t capacity) { records_.reserve(capacity); }

@@ -24,8 +24,7 @@ PageStore::PageStore(const StorageLayout& layout, CacheDevice& device,
       const int32_t count = spec.num_slots[id];
       Group group(count);
       group.piece_bytes = layout.groups()[id].piece_bytes;
-      group.filled.resize(static_cast<size_t>(count));
-      group.last_use.resize(static_cast<size_t>(count));
+      group.times.resize(static_cast<size_t>(count));
       for (int64_t piece : group.piece_bytes) {
         group.pools.push_back(device.make_pool({.tier = spec.tier,
                                                 .num_bytes = piece * count,
@@ -48,9 +47,9 @@ PageStore::~PageStore() {
   try {
     for (const Level& level : levels_) {
       for (const Group& group : level.groups) {
-        for (size_t slot = 0; slot < group.filled.size(); ++slot) {
-          wait(group.filled[slot]);
-          wait(group.last_use[slot]);
+        for (size_t slot = 0; slot < group.times.size(); ++slot) {
+          wait(group.times[slot].filled);
+          wait(group.times[slot].last_use);
           wait(group.slots.after(SlotId(static_cast<int32_t>(slot))));
         }
       }
@@ -82,9 +81,7 @@ PageHandle PageStore::allocate(LifeCycleId life_cycle, uint8_t priority) noexcep
   page.priority = priority;
   page.hold_count = 1;
   page.lock_count = 1;
-  const auto at_slot = static_cast<size_t>(slot.value());
-  home.filled[at_slot] = home.slots.after(slot);
-  home.last_use[at_slot] = TimePoint();
+  set_filled(id, home.slots.after(slot));
   return pages_.handle(id);
 }
 
@@ -172,14 +169,10 @@ void PageStore::detach(PageId id) {
   if (page.hold_count == 0) free_page(id);
 }
 
-TimePoint PageStore::filled(PageId id) const noexcept {
-  const PageRecord& page = pages_[id];
-  return home(page).filled[static_cast<size_t>(page.slot.value())];
-}
+TimePoint PageStore::filled(PageId id) const noexcept { return times(id).filled; }
 
 void PageStore::set_filled(PageId id, TimePoint point) noexcept {
-  const PageRecord& page = pages_[id];
-  home(page).filled[static_cast<size_t>(page.slot.value())] = point;
+  if (!point.is_none() || pages_[id].timed) timed(id).filled = point;
 }
 
 void PageStore::set_written(PageId id, TimePoint point) {
@@ -192,14 +185,11 @@ void PageStore::set_written(PageId id, TimePoint point) {
   set_filled(id, point);
 }
 
-TimePoint PageStore::last_use(PageId id) const noexcept {
-  const PageRecord& page = pages_[id];
-  return home(page).last_use[static_cast<size_t>(page.slot.value())];
-}
+TimePoint PageStore::last_use(PageId id) const noexcept { return times(id).last_use; }
 
 void PageStore::add_use(PageId id, TimePoint point) {
-  const PageRecord& page = pages_[id];
-  TimePoint& use = home(page).last_use[static_cast<size_t>(page.slot.value())];
+  if (point.is_none()) return;
+  TimePoint& use = timed(id).last_use;
   use = join(use, point);
 }
 
@@ -221,7 +211,7 @@ void PageStore::free_page(PageId id) {
   dequeue(id);
   const PageRecord page = pages_[id];
   if (page.copy_slot.value() >= 0) drop_copy(id);
-  release_slot(page.level, PoolGroupId(page.pool_group), page.slot, join(filled(id), last_use(id)));
+  release_slot(page.level, PoolGroupId(page.pool_group), page.slot, end_of(times(id)));
   pages_.free(id);
 }
 
@@ -277,7 +267,7 @@ void PageStore::drop_copy(PageId id) {
   Group& group = at(level).groups[group_id];
   const auto slot = static_cast<size_t>(page.copy_slot.value());
   --group.num_clean;
-  release_slot(level, group_id, page.copy_slot, join(group.filled[slot], group.last_use[slot]));
+  release_slot(level, group_id, page.copy_slot, end_of(group.times[slot]));
   page.copy_slot = SlotId(kBadPageIndex);
 }
 

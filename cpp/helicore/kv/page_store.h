@@ -163,6 +163,10 @@ class PageStore {
     PageHandle page;
     SlotId slot;
   };
+  struct SlotTimes {
+    TimePoint filled{};
+    TimePoint last_use{};
+  };
   struct Group {
     explicit Group(int32_t num_slots) : slots(num_slots) {}
     Group(Group&&) noexcept = default;
@@ -171,9 +175,8 @@ class PageStore {
     EvictionQueue queue;
     std::vector<int64_t> piece_bytes;  // per pool
     std::vector<std::unique_ptr<MemoryPool>> pools;
-    std::vector<TimePoint> filled;    // [slot]
-    std::vector<TimePoint> last_use;  // [slot]
-    std::deque<CleanCopy> clean;      // oldest first; entries that are out of date are skipped
+    std::vector<SlotTimes> times;  // [slot]; of pages that are timed, and of clean copies
+    std::deque<CleanCopy> clean;   // oldest first; entries that are out of date are skipped
     int32_t num_clean = 0;
     int32_t num_queued_beyond = 0;  // queued pages in slots >= the limit
   };
@@ -189,6 +192,23 @@ class PageStore {
   }
   [[nodiscard]] const Group& home(const PageRecord& page) const {
     return at(page.level).groups[PoolGroupId(page.pool_group)];
+  }
+  // Pages that no stream touches need no look at their slot's entry, which is far from the record.
+  [[nodiscard]] SlotTimes times(PageId id) const {
+    const PageRecord& page = pages_[id];
+    return page.timed ? home(page).times[static_cast<size_t>(page.slot.value())] : SlotTimes{};
+  }
+  // The entry, from now on one that counts. A slot that is kept as a copy has one.
+  SlotTimes& timed(PageId id) {
+    PageRecord& page = pages_[id];
+    SlotTimes& entry = home(page).times[static_cast<size_t>(page.slot.value())];
+    if (!page.timed) entry = {};
+    page.timed = true;
+    return entry;
+  }
+  // When nobody needs the bytes of a slot any more.
+  [[nodiscard]] TimePoint end_of(const SlotTimes& slot) const {
+    return join(slot.filled, slot.last_use);
   }
   void requeue(PageId id) noexcept;
   void dequeue(PageId id) noexcept;

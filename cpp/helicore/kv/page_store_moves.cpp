@@ -72,10 +72,11 @@ void PageStore::settle_on_copy(PageId id) {
   dequeue(id);
   PageRecord& page = pages_[id];
   const PoolGroupId group(page.pool_group);
-  release_slot(page.level, group, page.slot, join(filled(id), last_use(id)));
+  release_slot(page.level, group, page.slot, end_of(times(id)));
   --at(page.copy_level).groups[group].num_clean;
   page.level = page.copy_level;
   page.slot = page.copy_slot;
+  page.timed = true;
   page.copy_slot = SlotId(kBadPageIndex);
   page.to_copy = false;
   requeue(id);
@@ -89,16 +90,14 @@ void PageStore::relocate(PageId id, int level, SlotId slot, TimePoint done) {
   if (page.queued && is_beyond_limit(id)) --home(page).num_queued_beyond;
   const SlotId old_slot = page.slot;
   add_use(id, done);
-  const TimePoint old_use = join(filled(id), last_use(id));
+  const TimePoint old_use = end_of(timed(id));
   const bool keeps_old = old_level > level && is_immutable(page);
   // One copy at most, the warmest, and none warmer than the page itself.
   if (page.copy_slot.value() >= 0 && (keeps_old || page.copy_level <= level)) drop_copy(id);
   page.level = static_cast<uint8_t>(level);
   page.slot = slot;
-  Group& group = home(page);
-  const auto at_slot = static_cast<size_t>(slot.value());
-  group.filled[at_slot] = done;
-  group.last_use[at_slot] = TimePoint();
+  page.timed = false;
+  set_filled(id, done);
   if (!keeps_old || !keep_copy(id, old_level, old_slot)) {
     release_slot(old_level, PoolGroupId(page.pool_group), old_slot, old_use);
   }
@@ -135,10 +134,11 @@ void PageStore::promote(PageId shown, PageHandle own, uint8_t priority) {
   const PageRecord taken = pages_[own];
   const int old_level = page.level;
   const SlotId old_slot = page.slot;
-  const TimePoint old_use = join(filled(shown), last_use(shown));
+  const TimePoint old_use = end_of(timed(shown));
   if (page.copy_slot.value() >= 0) drop_copy(shown);
   page.level = taken.level;
   page.slot = taken.slot;
+  page.timed = taken.timed;
   page.priority = std::max(page.priority, priority);
   ++page.hold_count;
   page.lock_count += taken.lock_count;
@@ -154,8 +154,7 @@ void PageStore::grow_group(int level, PoolGroupId group_id, int32_t num_slots) {
   Group& group = at(level).groups[group_id];
   const int32_t before = group.slots.capacity();
   const auto count = static_cast<size_t>(num_slots);
-  group.filled.reserve(count);
-  group.last_use.reserve(count);
+  group.times.reserve(count);
   size_t num_pages = count - static_cast<size_t>(before);
   for (const Level& each : levels_) {
     for (const Group& other : each.groups) num_pages += static_cast<size_t>(other.slots.capacity());
@@ -171,8 +170,7 @@ void PageStore::grow_group(int level, PoolGroupId group_id, int32_t num_slots) {
     for (size_t p = 0; p < grown; ++p) group.pools[p]->resize(group.piece_bytes[p] * before);
     throw;
   }
-  group.filled.resize(count);
-  group.last_use.resize(count);
+  group.times.resize(count);
 }
 
 void PageStore::set_limit(int level, PoolGroupId group_id, int32_t limit) noexcept {
@@ -215,8 +213,7 @@ bool PageStore::finish_shrink(int level, PoolGroupId group_id) {
     group.pools[p]->resize(group.piece_bytes[p] * limit);
   }
   group.slots.trim();
-  group.filled.resize(static_cast<size_t>(limit));
-  group.last_use.resize(static_cast<size_t>(limit));
+  group.times.resize(static_cast<size_t>(limit));
   return true;
 }
 

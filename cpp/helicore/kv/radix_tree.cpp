@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "helicore/core/error.h"
@@ -163,7 +164,7 @@ NodeId RadixTree::allocate_node() noexcept {
   } else {
     free_head_ = nodes_[id.value()].right;
     --num_free_records_;
-    nodes_[id.value()] = NodeRecord{};
+    std::construct_at(&nodes_[id.value()]);
     std::fill_n(pages_.begin() + static_cast<std::ptrdiff_t>(id.value() * num_life_cycles_),
                 num_life_cycles_, kNoPage);
   }
@@ -172,7 +173,7 @@ NodeId RadixTree::allocate_node() noexcept {
 }
 
 void RadixTree::free_node(NodeId id) noexcept {
-  nodes_[id.value()] = NodeRecord{.right = free_head_};
+  std::construct_at(&nodes_[id.value()])->right = free_head_;
   free_head_ = id;
   ++num_free_records_;
 }

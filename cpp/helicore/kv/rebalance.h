@@ -39,7 +39,7 @@ class LengthMeans {
   }
   int64_t capacity_ = 0;
   int64_t history_ = 0;
-  int64_t count_ = 0;
+  int32_t count_ = 0;
 };
 
 struct RebalancePolicy {

@@ -31,6 +31,29 @@ uint32_t load_big_endian(const uint8_t* p) noexcept {
   return uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | uint32_t{p[3]};
 }
 
+using State = std::array<uint32_t, 8>;
+constexpr State kInitial = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                            0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+
+// Ends a message whose last `filled` (< 64) bytes lie at the front of `tail`, zeros after them.
+// Returns the number of its last blocks.
+size_t close_message(std::array<uint8_t, 128>& tail, size_t filled, uint64_t num_bytes) noexcept {
+  tail[filled] = 0x80;
+  const size_t num_blocks = filled < 56 ? 1 : 2;
+  const uint64_t num_bits = __builtin_bswap64(num_bytes * 8);
+  std::memcpy(tail.data() + num_blocks * 64 - sizeof(num_bits), &num_bits, sizeof(num_bits));
+  return num_blocks;
+}
+
+Digest digest_of(const State& state) noexcept {
+  Digest digest;
+  for (size_t i = 0; i < state.size(); ++i) {
+    const uint32_t word = __builtin_bswap32(state[i]);
+    std::memcpy(digest.data() + 4 * i, &word, sizeof(word));
+  }
+  return digest;
+}
+
 }  // namespace
 
 void sha256_compress_portable(uint32_t* state, const uint8_t* blocks, size_t num_blocks) noexcept {
@@ -56,9 +79,7 @@ void sha256_compress_portable(uint32_t* state, const uint8_t* blocks, size_t num
   }
 }
 
-Sha256::Sha256() noexcept
-    : state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-             0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19} {}
+Sha256::Sha256() noexcept : state_(kInitial) {}
 
 void Sha256::update(std::span<const uint8_t> bytes) noexcept {
   if (bytes.empty()) return;
@@ -78,27 +99,41 @@ void Sha256::update(std::span<const uint8_t> bytes) noexcept {
 }
 
 Digest Sha256::finish() noexcept {
-  const uint64_t num_bits = num_bytes_ * 8;
   std::array<uint8_t, 128> tail{};
   const size_t filled = num_bytes_ % 64;
   std::memcpy(tail.data(), buffer_.data(), filled);
-  tail[filled] = 0x80;
-  const size_t num_blocks = filled < 56 ? 1 : 2;
-  for (size_t i = 0; i < 8; ++i) {
-    tail[num_blocks * 64 - 1 - i] = static_cast<uint8_t>(num_bits >> (8 * i));
-  }
-  compress(state_.data(), tail.data(), num_blocks);
-  Digest digest;
-  for (size_t i = 0; i < 32; ++i) {
-    digest[i] = static_cast<uint8_t>(state_[i / 4] >> (24 - 8 * (i % 4)));
-  }
-  return digest;
+  compress(state_.data(), tail.data(), close_message(tail, filled, num_bytes_));
+  return digest_of(state_);
 }
 
 Digest sha256(std::span<const uint8_t> bytes) noexcept {
   Sha256 hash;
   hash.update(bytes);
   return hash.finish();
+}
+
+Digest sha256(std::span<const uint8_t> head, std::span<const uint8_t> bytes) noexcept {
+  constexpr size_t kChunk = 1024;
+  State state = kInitial;
+  std::array<uint8_t, kChunk> chunk;
+  size_t filled = head.size();
+  std::memcpy(chunk.data(), head.data(), filled);
+  const size_t num_bytes = filled + bytes.size();
+  while (filled + bytes.size() >= 64) {
+    const size_t take = std::min(bytes.size(), kChunk - filled);
+    std::memcpy(chunk.data() + filled, bytes.data(), take);
+    bytes = bytes.subspan(take);
+    filled += take;
+    const size_t whole = filled / 64;
+    compress(state.data(), chunk.data(), whole);
+    filled -= whole * 64;
+    std::memmove(chunk.data(), chunk.data() + whole * 64, filled);
+  }
+  std::array<uint8_t, 128> tail{};
+  std::memcpy(tail.data(), chunk.data(), filled);
+  if (!bytes.empty()) std::memcpy(tail.data() + filled, bytes.data(), bytes.size());
+  compress(state.data(), tail.data(), close_message(tail, filled + bytes.size(), num_bytes));
+  return digest_of(state);
 }
 
 }  // namespace helicore::kv

@@ -25,6 +25,9 @@ class Sha256 {
 };
 
 [[nodiscard]] Digest sha256(std::span<const uint8_t> bytes) noexcept;
+// Of `head`, below 64 bytes, and `bytes` after it: for short messages, whose copies would take as
+// long as their compression.
+[[nodiscard]] Digest sha256(std::span<const uint8_t> head, std::span<const uint8_t> bytes) noexcept;
 
 // The compression function over `num_blocks` blocks of 64 bytes.
 void sha256_compress_portable(uint32_t* state, const uint8_t* blocks, size_t num_blocks) noexcept;

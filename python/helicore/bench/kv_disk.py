@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from helicore.bench import kv_workload
 BLOCK_BYTES = 2 << 20
 TOKENS_PER_BLOCK = 64
 GROUP = 32  # blocks per put and per get
+TURN = 4  # groups that one side moves before the other
 DEPTHS = (1, 4)  # transfers in flight of the device itself; the better one counts
 
 
@@ -45,19 +47,60 @@ def measure(
 ) -> DiskFigures:
     """Writes and reads `total_bytes` per round, device and store in turn, past the page cache.
 
-    Raises OSError when the folder's file system refuses direct transfers.
+    A virtual disk's rate triples from one second, place in a file or piece of memory to the next,
+    so the two take turns every 256 MiB, through the same memory and reading the same file. Raises
+    OSError when the folder's file system refuses direct transfers.
     """
     figures = DiskFigures([], [], [], [])
-    groups = max(1, total_bytes // (GROUP * BLOCK_BYTES))
+    turns = max(1, total_bytes // (TURN * GROUP * BLOCK_BYTES))
     for number in range(rounds):
         progress(f"disk, round {number + 1}")
         work = Path(tempfile.mkdtemp(prefix="helicore-bench-", dir=folder))
         try:
-            for side in (_device, _store)[:: 1 if number % 2 == 0 else -1]:
-                side(work, groups, figures)
+            _measure_round(work, turns, figures)
         finally:
             shutil.rmtree(work)
     return figures
+
+
+def _measure_round(work: Path, turns: int, figures: DiskFigures) -> None:
+    total = turns * TURN * GROUP * BLOCK_BYTES
+    prompts = [kv_workload.prompt(20, i, GROUP * TOKENS_PER_BLOCK) for i in range(turns * TURN)]
+    pages = _aligned(2 * GROUP)
+    pages[:] = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8)
+    with _open(work, total) as store, _Device(work / "device", total, pages) as device:
+        ours, theirs = _take_turns(
+            turns,
+            lambda first: _put(store, prompts[first : first + TURN], pages[:GROUP]),
+            device.write,
+        )
+        figures.store_write.append(total / ours)
+        figures.device_write.append(total / theirs)
+    with _open(work, total) as store, _Device(work / "store" / "blocks", total, pages) as device:
+        found = [store.match(kv.get_root_key(None), prompt).blocks for prompt in prompts]
+        ours, theirs = _take_turns(
+            turns, lambda first: _get(store, found[first : first + TURN], pages), device.read
+        )
+        figures.store_read.append(total / ours)
+        figures.device_read.append(total / theirs)
+
+
+def _take_turns(
+    turns: int, store: Callable[[int], None], device: Callable[[int, int], None]
+) -> tuple[float, float]:
+    """Seconds of the store, and of the device at the depth that suits it best.
+
+    Each call moves the TURN groups from the given one on.
+    """
+    sides: list[Callable[[int], None]] = [store, *(partial(device, depth) for depth in DEPTHS)]
+    seconds = [0.0] * len(sides)
+    for turn in range(turns):
+        for k in range(len(sides)):
+            side = (turn + k) % len(sides)
+            start = time.perf_counter()
+            sides[side](turn * TURN)
+            seconds[side] += time.perf_counter() - start
+    return seconds[0], min(seconds[1:])
 
 
 def _aligned(blocks: int) -> npt.NDArray[np.uint8]:
@@ -73,75 +116,75 @@ def _aligned(blocks: int) -> npt.NDArray[np.uint8]:
     return data[start : start + blocks * BLOCK_BYTES].reshape(blocks, BLOCK_BYTES)
 
 
-def _device(work: Path, groups: int, figures: DiskFigures) -> None:
-    path = work / "device"
-    writes, reads = [], []
-    for depth in DEPTHS:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, groups * GROUP * BLOCK_BYTES)
-            writes.append(_rate(descriptor, groups * GROUP, depth, os.pwritev))
-            reads.append(_rate(descriptor, groups * GROUP, depth, os.preadv))
-        finally:
-            os.close(descriptor)
-            path.unlink()
-    figures.device_write.append(max(writes))
-    figures.device_read.append(max(reads))
+class _Device:
+    """A file of `total` bytes moved from and to `pages` by plain direct system calls."""
+
+    def __init__(self, path: Path, total: int, pages: npt.NDArray[np.uint8]) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self._lanes = ThreadPoolExecutor(max(DEPTHS))
+        self._pages = [memoryview(page).cast("B") for page in pages]
+        os.posix_fallocate(self._file, 0, total)
+
+    def __enter__(self) -> _Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lanes.shutdown()
+        os.close(self._file)
+
+    def write(self, depth: int, first_group: int) -> None:
+        """TURN groups, `depth` blocks at a time, and a sync."""
+        self._move(depth, first_group, os.pwritev)
+        os.fdatasync(self._file)
+
+    def read(self, depth: int, first_group: int) -> None:
+        """TURN groups, `depth` blocks at a time."""
+        self._move(depth, first_group, os.preadv)
+
+    def _move(
+        self, depth: int, first_group: int, transfer: Callable[[int, list[memoryview], int], int]
+    ) -> None:
+        begin, end = first_group * GROUP, (first_group + TURN) * GROUP
+
+        def lane(index: int) -> None:
+            for block in range(begin + index, end, depth):
+                page = [self._pages[block % len(self._pages)]]
+                if transfer(self._file, page, block * BLOCK_BYTES) != BLOCK_BYTES:
+                    raise OSError(f"a transfer of {BLOCK_BYTES} bytes was cut short")
+
+        list(self._lanes.map(lane, range(depth)))
 
 
-def _rate(
-    descriptor: int, blocks: int, depth: int, transfer: Callable[[int, list[memoryview], int], int]
-) -> float:
-    """Bytes per second of sequential transfers, `depth` at a time; writes end with a sync."""
-    buffers = _aligned(depth)
-    buffers[:] = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
-
-    def lane(index: int) -> None:
-        view = [memoryview(buffers[index]).cast("B")]
-        for block in range(index, blocks, depth):
-            if transfer(descriptor, view, block * BLOCK_BYTES) != BLOCK_BYTES:
-                raise OSError(f"a transfer of {BLOCK_BYTES} bytes was cut short")
-
-    with ThreadPoolExecutor(depth) as pool:
-        start = time.perf_counter()
-        list(pool.map(lane, range(depth)))
-        if transfer is os.pwritev:
-            os.fdatasync(descriptor)
-        return blocks * BLOCK_BYTES / (time.perf_counter() - start)
-
-
-def _store(work: Path, groups: int, figures: DiskFigures) -> None:
-    pages = _aligned(2 * GROUP)
-    pages[:] = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8)
+def _put(
+    store: kv.PrefixStore,
+    prompts: list[npt.NDArray[np.int32]],
+    pages: npt.NDArray[np.uint8],
+) -> None:
     root = kv.get_root_key(None)
-    total = groups * GROUP * BLOCK_BYTES
-    prompts = [kv_workload.prompt(20, i, GROUP * TOKENS_PER_BLOCK) for i in range(groups)]
-    with _open(work, groups) as store:
-        start = time.perf_counter()
-        tokens = [store.put(root, prompt, pages[:GROUP]) for prompt in prompts]
-        if not store.flush():
-            raise OSError(f"the store could not write: {store.stats().disabled_reason}")
-        figures.store_write.append(total / (time.perf_counter() - start))
-        for token in tokens:
-            _collect(store, token)
-    with _open(work, groups) as store:
-        found = [store.match(root, prompt).blocks for prompt in prompts]
-        start = time.perf_counter()
-        pending: list[int | None] = []
-        for number, blocks in enumerate(found):
-            half = number % 2 * GROUP
-            if len(pending) == 2:
-                _collect(store, pending.pop(0))
-            pending.append(store.get(blocks, pages[half : half + GROUP]))
-        for token in pending:
-            _collect(store, token)
-        figures.store_read.append(total / (time.perf_counter() - start))
+    tokens = [store.put(root, prompt, pages) for prompt in prompts]
+    if not store.flush():
+        raise OSError(f"the store could not write: {store.stats().disabled_reason}")
+    for token in tokens:
+        _collect(store, token)
 
 
-def _open(work: Path, groups: int) -> kv.PrefixStore:
+def _get(
+    store: kv.PrefixStore, found: list[list[kv.BlockRef]], pages: npt.NDArray[np.uint8]
+) -> None:
+    pending: list[int | None] = []
+    for number, blocks in enumerate(found):
+        half = number % 2 * GROUP
+        if len(pending) == 2:
+            _collect(store, pending.pop(0))
+        pending.append(store.get(blocks, pages[half : half + GROUP]))
+    for token in pending:
+        _collect(store, token)
+
+
+def _open(work: Path, total: int) -> kv.PrefixStore:
     return kv.PrefixStore(
         str(work / "store"),
-        capacity_bytes=(groups + 1) * GROUP * BLOCK_BYTES,
+        capacity_bytes=total + GROUP * BLOCK_BYTES,
         block_bytes=BLOCK_BYTES,
         tokens_per_block=TOKENS_PER_BLOCK,
         stamp=bytes(32),

@@ -96,6 +96,39 @@ TEST(KVCache, no_room_is_a_value_with_a_reason_and_changes_nothing) {
   Introspection::check(manager);
 }
 
+TEST(KVCache, try_resize_does_what_resize_does_when_nothing_can_block) {
+  KVCacheManager manager(attention_config(4, 3));
+  auto cache = manager.create_kv_cache();
+  EXPECT_THROW((void)cache->try_resize(4), LogicError);
+  ASSERT_TRUE(cache->resume());
+  EXPECT_EQ(cache->try_resize(5), true);
+  EXPECT_EQ(cache->num_blocks(), 2);
+  EXPECT_EQ(cache->try_resize(8, 3), true) << "within the last block";
+  EXPECT_EQ(cache->history_length(), 3);
+  EXPECT_EQ(cache->try_resize(17), false);
+  EXPECT_EQ(*cache->last_failure(), (NoRoom{.needed = 3, .free = 1, .evictable = 0}));
+  EXPECT_EQ(cache->capacity(), 8);
+  EXPECT_THROW((void)cache->try_resize(2), InvalidArgument);
+  EXPECT_EQ(cache->try_resize(12), true);
+  EXPECT_FALSE(cache->last_failure().has_value());
+  Introspection::check(manager);
+}
+
+TEST(KVCache, try_resize_leaves_pages_that_a_step_still_writes_to_resize) {
+  KVCacheManager manager(attention_config(4, 2));
+  const StreamHandle steps = manager.make_step_stream();
+  auto first = manager.create_kv_cache();
+  ASSERT_TRUE(first->resume(steps) && first->resize(8));
+  const uint64_t step = manager.submit_step(steps);
+  first->close();
+  auto second = manager.create_kv_cache();
+  ASSERT_TRUE(second->resume());
+  EXPECT_EQ(second->try_resize(4), false) << "nothing is free until the step ends";
+  manager.complete_step(steps, step);
+  EXPECT_TRUE(second->try_resize(4).value_or(true) && second->resize(4));
+  EXPECT_EQ(second->num_blocks(), 1);
+}
+
 TEST(KVCache, commit_must_fit_into_the_capacity_and_refuses_negative_tokens) {
   KVCacheManager manager(attention_config(4, 8));
   auto cache = manager.create_kv_cache();

@@ -31,6 +31,18 @@ TEST(Sha256, published_vectors) {
             "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
+TEST(Sha256, a_head_and_a_rest_give_the_digest_of_the_whole) {
+  std::mt19937 random(6);
+  std::vector<uint8_t> bytes(4096);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+  for (size_t head = 0; head < 64; ++head) {
+    for (size_t rest : {0u, 1u, 15u, 16u, 23u, 24u, 64u, 256u, 983u, 984u, 1024u, 2047u, 4032u}) {
+      const std::span all(bytes.data(), head + rest);
+      ASSERT_EQ(sha256(all.first(head), all.subspan(head)), sha256(all)) << head << " + " << rest;
+    }
+  }
+}
+
 TEST(Sha256, pieces_of_any_size_give_the_digest_of_the_whole) {
   std::mt19937 random(5);
   for (size_t size : {0u, 1u, 55u, 56u, 63u, 64u, 65u, 119u, 120u, 128u, 1000u}) {
