@@ -13,6 +13,7 @@
 #include "casters.h"
 #include "gil.h"
 #include "helicore/comm/communicator.h"
+#include "helicore/comm/cuda/device_communicator.h"
 #include "helicore/comm/symmetric_memory.h"
 #include "norm_arguments.h"
 
@@ -77,11 +78,79 @@ void bind_segment(nb::module_& m) {
           "What peers need to map this memory.");
 }
 
+using comm::cuda::DeviceCommunicator;
+using comm::cuda::Shots;
+
+std::vector<std::unique_ptr<DeviceCommunicator>> make_virtual_on_gpu(int world_size, int device,
+                                                                     size_t num_bytes,
+                                                                     double timeout_s,
+                                                                     int max_blocks) {
+  std::vector<std::unique_ptr<DeviceCommunicator>> ranks;
+  for (auto& memory : comm::cuda::make_local_device_memory(device, world_size, num_bytes)) {
+    ranks.push_back(std::make_unique<DeviceCommunicator>(
+        std::move(memory), device, comm::cuda::DeviceOptions{timeout_s, max_blocks, world_size}));
+  }
+  return ranks;
+}
+
+void bind_device_communicator(nb::module_& m) {
+  nb::enum_<Shots>(m, "Shots", "How an all-reduce on GPUs goes about it.")
+      .value("AUTO", Shots::kAuto, "by the bytes of a call")
+      .value("ONE", Shots::kOne, "every rank sends its rows to all and sums them all")
+      .value("TWO", Shots::kTwo, "every rank sums a share and sends the sums to all");
+  nb::class_<DeviceCommunicator>(
+      m, "DeviceCommunicator",
+      "One of W ranks that address each other's GPU memory. All ranks make the same calls in the\n"
+      "same order, each in one stream, torch's current one; calls may be captured into graphs.\n"
+      "Tensors are contiguous, on the communicator's device.\n\n"
+      "A rank that waits longer than the time limit gives up: check() and later calls raise\n"
+      "CommError naming the rank that did not come.")
+      .def_static(
+          "virtual", &make_virtual_on_gpu, "world_size"_a, "device"_a = 0,
+          "num_bytes"_a = size_t{64} << 20, "timeout_s"_a = 10.0, "max_blocks"_a = 0,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Communicators for streams of one GPU, with num_bytes of it each.\n\n"
+          "max_blocks: blocks of a call of one rank; those of all ranks must be on the GPU\n"
+          "at once. 0: its multiprocessors, divided by the ranks.")
+      .def_prop_ro("rank", &DeviceCommunicator::rank)
+      .def_prop_ro("world_size", &DeviceCommunicator::world_size)
+      .def(
+          "all_reduce",
+          [](DeviceCommunicator& self, const TensorView& x, const TensorView& out, Shots shots) {
+            self.all_reduce(x, out, current_cuda_stream(x.device), shots);
+          },
+          "x"_a, "out"_a, "shots"_a = Shots::kAuto,
+          "out = the sum of x [T, H] over the ranks: in float32 in the order of ranks, rounded\n"
+          "once, -0 made +0, the same bits on every rank. float32 or bfloat16; out may be x.")
+      .def(
+          "all_reduce_fused",
+          [](DeviceCommunicator& self, quant::AllReduceFusion fusion, const TensorView& x,
+             OptionalTensor residual, OptionalTensor residual_out, OptionalTensor weight,
+             OptionalTensor norm, OptionalTensor codes, OptionalTensor scales, float scale,
+             float eps, int64_t leading_dim, Shots shots) {
+            const NormArguments arguments{residual, residual_out, weight, norm,       codes,
+                                          scales,   scale,        eps,    leading_dim};
+            self.all_reduce_fused(fusion, x, arguments.tensors(), current_cuda_stream(x.device),
+                                  shots);
+          },
+          "fusion"_a, "x"_a, "residual"_a = nb::none(), "residual_out"_a = nb::none(),
+          "weight"_a = nb::none(), "norm"_a = nb::none(), "codes"_a = nb::none(),
+          "scales"_a = nb::none(), "scale"_a = 1.0f, "eps"_a = 1e-6f, "leading_dim"_a = 0,
+          "shots"_a = Shots::kAuto,
+          "all_reduce of x [T, H] and the fusion's rows of helicore.ops.fused_norm_quantize in "
+          "one\n"
+          "kernel. Outputs are given: those that the fusion has, and no others (ValueError names\n"
+          "the tensor).")
+      .def("check", &DeviceCommunicator::check,
+           "Raises CommError when a call of this rank has given up. Does not wait.");
+}
+
 }  // namespace
 
 void bind_comm(nb::module_& m) {
   nb::exception<comm::CommError>(m, "CommError", PyExc_RuntimeError);
   bind_segment(m);
+  bind_device_communicator(m);
   using Released = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Communicator>(
       m, "Communicator",

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "casters.h"
+#include "helicore/quant/cuda/norm_quantize.h"
 #include "helicore/quant/formats.h"
 #include "helicore/quant/fp8_block.h"
 #include "helicore/quant/norm_epilogue.h"
@@ -89,11 +90,15 @@ void bind_fusions(nb::module_& m) {
       [](AllReduceFusion fusion, const TensorView& x, OptionalTensor residual,
          OptionalTensor residual_out, OptionalTensor weight, OptionalTensor norm,
          OptionalTensor codes, OptionalTensor scales, float scale, float eps, int64_t leading_dim) {
-        const nb::gil_scoped_release release;
         const NormArguments arguments{residual, residual_out, weight, norm,       codes,
                                       scales,   scale,        eps,    leading_dim};
+        if (x.device.type == DeviceType::kCuda) {
+          return quant::cuda::norm_quantize(fusion, x, arguments.tensors(),
+                                            current_cuda_stream(x.device));
+        }
         const auto epilogue =
             quant::make_epilogue(fusion, x, arguments.tensors(), "quant.norm_quantize");
+        const nb::gil_scoped_release release;
         quant::apply_epilogue(epilogue, x);
       },
       "fusion"_a, "x"_a, "residual"_a = nb::none(), "residual_out"_a = nb::none(),

@@ -30,7 +30,7 @@ SITE = BUILD / "site"  # an importable copy of the package with its native modul
 NANOBIND = ("nanobind==3.1.0", "nanobind-backend==1.0.0")
 ENGINE = ("safetensors==0.8.0", "tokenizers==0.23.3")  # what the engine imports besides torch
 GOOGLETEST = Path("/usr/src/googletest")
-CUDA_BENCHMARKS = ("mla",)
+CUDA_BENCHMARKS = ("mla", "allreduce")
 
 
 @dataclass

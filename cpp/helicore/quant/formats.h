@@ -14,6 +14,13 @@ inline constexpr uint8_t kE4M3Nan = 0x7f;      // and 0xff
 inline constexpr int64_t kFp8BlockSize = 128;  // rows and columns that share one fp32 scale
 inline constexpr float kE2M1Max = 6.0f;        // largest magnitude, code 7
 inline constexpr int64_t kNvFp4Group = 16;     // values of a row that share one e4m3 scale
+inline constexpr int64_t kMxGroup = 32;        // values of a row that share one e8m0 scale
+
+// Of values that are scaled by their largest magnitude: larger ones and infinities count as this.
+inline constexpr float kLargestInput = 0x1p127f;
+inline constexpr float kLeastTokenMax = 0x1p-9f;    // the largest magnitude of a row counts as this
+inline constexpr float kLeastGroupMax = 1e-4f;      // and of a group of 128
+inline constexpr float kLeastPackedScale = 1e-10f;  // of a group whose scale is a power of two
 
 // The exact value of a code: sign, 4 exponent bits (bias 7), 3 mantissa bits; exponent 0 is
 // subnormal.

@@ -59,6 +59,8 @@ void check_part(const TensorView* t, bool is_used, const TensorView* like, const
   check_shape(*t, {like->size(0), like->size(1)}, where, name);
   check_dtype(*t, like->dtype, where, name);
   check_contiguous(*t, where, name);
+  HELICORE_CHECK(t->device == like->device, where, name, " must be on the device of x, got ",
+                 t->describe(), " and ", like->describe());
 }
 
 }  // namespace
@@ -128,6 +130,8 @@ NormEpilogue make_epilogue(AllReduceFusion fusion, const TensorView& x,
   check_shape(*tensors.weight, {x.size(1)}, where, "weight");
   check_dtype(*tensors.weight, x.dtype, where, "weight");
   check_contiguous(*tensors.weight, where, "weight");
+  HELICORE_CHECK(tensors.weight->device == x.device, where,
+                 "weight must be on the device of x, got ", tensors.weight->describe());
   epilogue.weight = tensors.weight->data;
   if (traits.has_residual) {
     epilogue.residual = tensors.residual->data;
@@ -142,6 +146,8 @@ NormEpilogue make_epilogue(AllReduceFusion fusion, const TensorView& x,
 }
 
 void apply_epilogue(const NormEpilogue& epilogue, const TensorView& x) {
+  HELICORE_CHECK(x.device.type == DeviceType::kCpu, "quant.norm_quantize",
+                 "x must be on the CPU, got ", x.describe());
   if (epilogue.weight == nullptr) return;
   if (epilogue.quantizer) epilogue.quantizer->clear_scales();
   const int64_t rows = x.size(0);

@@ -15,9 +15,6 @@ namespace helicore::quant {
 namespace {
 
 constexpr int64_t kRowsPerTask = 8;
-constexpr int64_t kMxGroup = 32;
-constexpr float kLeastTokenMax = 0x1p-9f;
-constexpr float kLeastPackedScale = 1e-10f;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -100,7 +97,12 @@ int64_t code_bytes(RowFormat format, int64_t width) {
   return format == RowFormat::kNvFp4 ? width / 2 : width;
 }
 
-// Shapes and types of a call; -> the shape of the scales.
+void check_on_cpu(const TensorView& t, const char* where, const char* name) {
+  HELICORE_CHECK(t.device.type == DeviceType::kCpu, where, name, " must be on the CPU, got ",
+                 t.describe());
+}
+
+// Shapes, types and devices of a call; -> the shape of the scales.
 ScaleShape check_call(const TensorView& values, const RowCoding& coding, const TensorView& codes,
                       const TensorView* scales, const char* where, const char* values_name) {
   const RowFormat format = coding.format;
@@ -125,8 +127,8 @@ ScaleShape check_call(const TensorView& values, const RowCoding& coding, const T
   }
   for (const TensorView* t : {&values, &codes, scales}) {
     if (t == nullptr) continue;
-    HELICORE_CHECK(t->device.type == DeviceType::kCpu, where, "tensors must be on the CPU, got ",
-                   t->describe());
+    HELICORE_CHECK(t->device == values.device, where, "tensors must be on one device, got ",
+                   values.describe(), " and ", t->describe());
   }
   return shape;
 }
@@ -258,6 +260,7 @@ void quantize_rows(const TensorView& x, const RowCoding& coding, const TensorVie
   constexpr const char* kWhere = "quant.quantize_rows";
   HELICORE_CHECK(x.dtype == DType::kFloat32 || x.dtype == DType::kBFloat16, kWhere,
                  "x must be float32 or bfloat16, got ", x.describe());
+  check_on_cpu(x, kWhere, "x");
   const RowQuantizer quantizer = make_row_quantizer(x, coding, codes, scales, kWhere);
   quantizer.clear_scales();
   const int64_t rows = x.size(0);
@@ -280,6 +283,7 @@ void dequantize_rows(const TensorView& codes, const TensorView* scales, const Ro
                      const TensorView& out) {
   constexpr const char* kWhere = "quant.dequantize_rows";
   check_dtype(out, DType::kFloat32, kWhere, "out");
+  check_on_cpu(out, kWhere, "out");
   const ScaleShape shape = check_call(out, coding, codes, scales, kWhere, "out");
   const int64_t width = out.size(1);
   const int64_t group = group_size(coding.format, width);

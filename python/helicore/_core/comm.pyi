@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 import collections.abc
+import enum
 import helicore._core.quant
 import torch
 import typing
 
-__all__: list[str] = ["CommError", "Communicator", "Segment"]
+__all__: list[str] = ["CommError", "Communicator", "DeviceCommunicator", "Segment", "Shots"]
 
 class CommError(RuntimeError):
     pass
@@ -20,6 +21,68 @@ class Segment:
         """What peers need to map this memory."""
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+class Shots(enum.Enum):
+    """How an all-reduce on GPUs goes about it."""
+
+    AUTO = 0
+    ONE = 1
+    TWO = 2
+
+class DeviceCommunicator:
+    """
+    One of W ranks that address each other's GPU memory. All ranks make the same calls in the
+    same order, each in one stream, torch's current one; calls may be captured into graphs.
+    Tensors are contiguous, on the communicator's device.
+
+    A rank that waits longer than the time limit gives up: check() and later calls raise
+    CommError naming the rank that did not come.
+    """
+    @staticmethod
+    def virtual(
+        world_size: int,
+        device: int = 0,
+        num_bytes: int = 67108864,
+        timeout_s: float = 10.0,
+        max_blocks: int = 0,
+    ) -> list[DeviceCommunicator]:
+        """
+        Communicators for streams of one GPU, with num_bytes of it each.
+
+        max_blocks: blocks of a call of one rank; those of all ranks must be on the GPU
+        at once. 0: its multiprocessors, divided by the ranks.
+        """
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, shots: Shots = ...) -> None:
+        """
+        out = the sum of x [T, H] over the ranks: in float32 in the order of ranks, rounded
+        once, -0 made +0, the same bits on every rank. float32 or bfloat16; out may be x.
+        """
+    def all_reduce_fused(
+        self,
+        fusion: helicore._core.quant.AllReduceFusion,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        codes: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        scale: float = 1.0,
+        eps: float = 1e-06,
+        leading_dim: int = 0,
+        shots: Shots = ...,
+    ) -> None:
+        """
+        all_reduce of x [T, H] and the fusion's rows of helicore.ops.fused_norm_quantize in one
+        kernel. Outputs are given: those that the fusion has, and no others (ValueError names
+        the tensor).
+        """
+    def check(self) -> None:
+        """Raises CommError when a call of this rank has given up. Does not wait."""
     @property
     def rank(self) -> int: ...
     @property

@@ -124,13 +124,24 @@ def allreduce(
         typer.Option("--ranks", min=2, max=64, help="Processes [default: 2 and 4]; several times."),
     ] = None,
     calls: Annotated[int, typer.Option("--calls", min=1, help="Calls of each; medians.")] = 200,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu: processes. cuda: streams of one GPU.")
+    ] = "cpu",
     json: options.Json = False,
     out: Out = None,
 ) -> None:
-    """Calls between processes of this machine: shared memory beside gloo."""
-    from helicore.bench import allreduce as bench
+    """Calls between ranks: processes beside gloo, or streams of a GPU, fused beside one by one."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"must be cpu or cuda, got {device!r}", param_hint="--device")
+    if device == "cuda":
+        from helicore.bench import allreduce_cuda
 
-    _finish(bench.run(tuple(ranks or (2, 4)), calls), json, out)
+        report = allreduce_cuda.run(tuple(ranks or (2, 4, 8)))
+    else:
+        from helicore.bench import allreduce as bench
+
+        report = bench.run(tuple(ranks or (2, 4)), calls)
+    _finish(report, json, out)
 
 
 @app.command("kv")

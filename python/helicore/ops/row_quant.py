@@ -114,6 +114,8 @@ def fused_norm_quantize(
 ) -> FusedNorm:
     """x (+ residual), RMS norm, and codes of the norm: what a fused all-reduce does with its sum.
 
+    On the CPU, or on a GPU with rows of at most 64 KiB; all tensors on one device.
+
     Args:
         x: [T, H].
         fusion: which outputs; not NONE.
@@ -158,9 +160,9 @@ def _outputs(
     rows, width = x.shape
     _, _, num_elements, dtype = _quant.scale_shape(format, layout, rows, width, leading_dim)
     if format == RowFormat.NVFP4:
-        codes = torch.empty((rows, width // 2), dtype=torch.uint8)
+        codes = torch.empty((rows, width // 2), dtype=torch.uint8, device=x.device)
     else:
-        codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn)
+        codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     if format == RowFormat.FP8_TENSOR:
         return codes, None
-    return codes, torch.empty(num_elements, dtype=getattr(torch, dtype))
+    return codes, torch.empty(num_elements, dtype=getattr(torch, dtype), device=x.device)

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     set_max_registers_up<240>();
     load_queries<kChunks>(p, rows, smem);
-    barrier_sync(kBoth, 2 * kGroupThreads);
+    barrier_sync<kBoth, 2 * kGroupThreads>();
     if (group == 0) {
       consume<0, kChunks>(p, partial, rows, first, range, shared, smem);
     } else {

@@ -45,11 +45,13 @@ static_assert(kRows * kResultRowBytes <= kStageBytes);
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier : int { kScoresEven = 1, kProbEvenReady, kProbOddReady, kGroup0, kGroup1, kBoth };
 
-__device__ inline void barrier_sync(int name, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+template <int kName, int kThreads>
+__device__ inline void barrier_sync() {
+  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kName), "n"(kThreads) : "memory");
 }
-__device__ inline void barrier_arrive(int name, int threads) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+template <int kName, int kThreads>
+__device__ inline void barrier_arrive() {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kName), "n"(kThreads) : "memory");
 }
 
 __device__ inline uint32_t full_barrier(uint32_t shared, int stage, int half) {

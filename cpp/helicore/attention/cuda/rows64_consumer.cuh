@@ -169,7 +169,7 @@ struct Consumer {
       }
     }
     fence_before_bulk_copies();
-    barrier_sync(kGroup0 + kGroup, kGroupThreads);
+    barrier_sync<kGroup0 + kGroup, kGroupThreads>();
   }
 
   __device__ uint64_t values(int stage, int k) const {
@@ -220,7 +220,7 @@ struct Consumer {
     tell_maxima(max);
     exponentials(max, sum);
     tell_probabilities(kGroup == 0 ? kProbEven : kProbOdd);
-    barrier_arrive(kGroup == 0 ? kProbEvenReady : kProbOddReady, 2 * kGroupThreads);
+    barrier_arrive<kGroup == 0 ? kProbEvenReady : kProbOddReady, 2 * kGroupThreads>();
   }
 
   // o += P V of this group's tile, once the softmax is done.
@@ -232,15 +232,16 @@ struct Consumer {
     add_own();
   }
 
-  // The same of the other group's tile, which is `stage`.
-  __device__ void take_other(int tile, int stage) {
-    barrier_sync(stage == 0 ? kProbEvenReady : kProbOddReady, 2 * kGroupThreads);
+  // The same of the other group's tile, which is in stage kStage.
+  template <int kStage>
+  __device__ void take_other(int tile) {
+    barrier_sync<kStage == 0 ? kProbEvenReady : kProbOddReady, 2 * kGroupThreads>();
     float max[2];
     hear_maxima(max);
     restate(max);
-    barrier_wait(full_barrier(shared, stage, kGroup), tile / 2 & 1);
+    barrier_wait(full_barrier(shared, kStage, kGroup), tile / 2 & 1);
     clear_unused(tile);
-    add_other(stage == 0 ? kProbEven : kProbOdd);
+    add_other(kStage == 0 ? kProbEven : kProbOdd);
   }
 
   __device__ void even_pair(int tile) {
@@ -249,25 +250,25 @@ struct Consumer {
     start_scores(tile);
     wgmma_wait<0>();
     wgmma_settle(s);
-    barrier_arrive(kScoresEven, 2 * kGroupThreads);
+    barrier_arrive<kScoresEven, 2 * kGroupThreads>();
     softmax(tile, m, max, sum);
     take_own(tile, max, sum);
     finish(0);
     if (tile + 1 == tiles) return;
-    take_other(tile + 1, 1);
+    take_other<1>(tile + 1);
     finish(1);
   }
 
   __device__ void odd_pair(int tile) {
-    barrier_sync(kScoresEven, 2 * kGroupThreads);
+    barrier_sync<kScoresEven, 2 * kGroupThreads>();
     if (tile + 1 == tiles) {
-      take_other(tile, 0);
+      take_other<0>(tile);
       return finish(0);
     }
     float max[2];
     float sum[2];
     start_scores(tile + 1);
-    take_other(tile, 0);
+    take_other<0>(tile);
     wgmma_wait<1>();  // the scores
     wgmma_settle(s);
     softmax(tile + 1, m, max, sum);
@@ -280,7 +281,7 @@ struct Consumer {
   // stores whole lines.
   __device__ void store(const SplitOutput& partial, int64_t first, int count) {
     float* const sums = reinterpret_cast<float*>(smem + kSums);
-    barrier_sync(kBoth, 2 * kGroupThreads);  // both groups are done with both stages
+    barrier_sync<kBoth, 2 * kGroupThreads>();  // both groups are done with both stages
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       char* const to = smem + kStagesAt + kGroup * kStageBytes + row(i) * kResultRowBytes;
@@ -295,7 +296,7 @@ struct Consumer {
       sums[kGroup * kRows + row(i)] = l[i];
       if (kGroup == 0) maxima(0)[row(i)] = m[i];
     }
-    barrier_sync(kBoth, 2 * kGroupThreads);
+    barrier_sync<kBoth, 2 * kGroupThreads>();
     store_columns(partial, first, count, sums);
   }
 

@@ -13,4 +13,6 @@ DeviceProperties device_properties(int index) {
                                                     " asked for, but this build has no CUDA"));
 }
 
+int num_multiprocessors(int index) { return device_properties(index).num_sms; }
+
 }  // namespace helicore::cuda

@@ -2,6 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <atomic>
+
 #include "helicore/core/cuda/check.h"
 #include "helicore/core/error.h"
 
@@ -32,6 +35,20 @@ DeviceProperties device_properties(int index) {
   out.l2_bytes = prop.l2CacheSize;
   out.max_shared_bytes_per_block = static_cast<int>(prop.sharedMemPerBlockOptin);
   return out;
+}
+
+int num_multiprocessors(int index) {
+  static std::array<std::atomic<int>, 64> known{};
+  if (index < 0 || static_cast<size_t>(index) >= known.size()) {
+    return device_properties(index).num_sms;
+  }
+  std::atomic<int>& count = known[static_cast<size_t>(index)];
+  int found = count.load(std::memory_order_relaxed);
+  if (found == 0) {
+    found = device_properties(index).num_sms;
+    count.store(found, std::memory_order_relaxed);
+  }
+  return found;
 }
 
 void check(cudaError_t code, const char* call) {

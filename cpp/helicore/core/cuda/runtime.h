@@ -27,4 +27,7 @@ struct DeviceProperties {
 // Throws InvalidArgument for an index outside [0, device_count()).
 [[nodiscard]] DeviceProperties device_properties(int index);
 
+// num_sms of them, remembered: for every call of a kernel.
+[[nodiscard]] int num_multiprocessors(int index);
+
 }  // namespace helicore::cuda

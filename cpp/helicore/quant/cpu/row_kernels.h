@@ -6,12 +6,9 @@
 
 #include "helicore/core/cpu/isa.h"
 #include "helicore/core/types.h"
+#include "helicore/quant/formats.h"
 
 namespace helicore::quant {
-
-// Of values that are scaled by their largest magnitude: larger ones and infinities count as this.
-inline constexpr float kLargestInput = 0x1p127f;
-inline constexpr float kLeastGroupMax = 1e-4f;  // of quantize_e4m3_group
 
 HELICORE_DECLARE_ISA(
     // out[i] = round(decode_e4m3(codes[i]) * scale), the product in float32; out_dtype float32 or
