@@ -349,6 +349,7 @@ __global__ void __launch_bounds__(kRowThreads<kPackets>)
   __shared__ RowShared shared;
   __shared__ CallShared call;
   extern __shared__ __align__(16) uint4 parked[];
+  quant::cuda::enter_cluster(a.cluster);
   Exchange exchange(a);
   Reducer<T, kPackets, kWhole> reducer = {a, p, exchange};
   exchange.read_state(call);
@@ -365,6 +366,7 @@ __global__ void __launch_bounds__(kRowThreads<kPackets>)
   exchange.clear_last(call.note.used);
   clear_padding(p, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   if (a.share != 0) reducer.send_sums();
+  quant::cuda::await_cluster(a.cluster);
   reducer.finish_rows(parked, shared);
 }
 

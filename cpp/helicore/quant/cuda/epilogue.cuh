@@ -129,6 +129,15 @@ struct Max {
   __device__ static float warp(float x) { return max_of_lanes<kWarpSize>(x); }
 };
 
+// Blocks of a cluster may write to each other's shared memory once all of them run: every thread
+// says so first, and waits for the rest before the first over_row().
+__device__ inline void enter_cluster(int cluster) {
+  if (cluster > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ inline void await_cluster(int cluster) {
+  if (cluster > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // The sum or maximum of x >= 0 over a row, the same in every thread. `shared` is of the row's turn.
 // The order is that of the warps of the row, in however many blocks they are.
 template <typename Op>

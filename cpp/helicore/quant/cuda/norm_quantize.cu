@@ -11,6 +11,7 @@ template <typename T, int kPackets, bool kWhole>
 __global__ void __launch_bounds__(kRowThreads<kPackets>)
     norm_quantize_kernel(const __grid_constant__ EpilogueParams p, const void* x, int cluster) {
   __shared__ RowShared shared;
+  enter_cluster(cluster);
   const int64_t row = blockIdx.x / cluster;
   Row<T, kPackets, kWhole> values;
   values.cluster = cluster;
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(kRowThreads<kPackets>)
   }
   values.fetch(p, row);
   clear_padding(p, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  await_cluster(cluster);
   values.finish(p, row, shared);
 }
 
