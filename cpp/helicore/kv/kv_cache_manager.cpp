@@ -161,6 +161,7 @@ class KVCacheManager::Batch {
  public:
   Batch(const char* where, ManagerState& state, size_t num_caches, size_t num_entries)
       : where_(where), state_(&state), serial_(++state.num_batches) {
+    if (serial_ == 0) serial_ = ++state.num_batches;  // 0 is that of caches that no batch saw
     HELICORE_CHECK(num_entries == num_caches, where, "one entry per cache is needed: ", num_caches,
                    " caches, got ", num_entries);
   }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helicore import ops
+from helicore import NotSupportedError, _core, ops
 from helicore._core import quant as native
 from helicore.comm import CommError, DeviceCommunicator, Shots
 from helicore.ops import AllReduceFusion, RowFormat
@@ -312,3 +312,10 @@ def test_arguments_that_do_not_fit_are_refused_by_name() -> None:
         comm.all_reduce(long, long)
     with pytest.raises(ValueError, match="residual is needed"):
         comm.all_reduce_fused(AllReduceFusion.RESIDUAL_RMS_NORM, x, weight=x[0], norm=x)
+
+
+def test_without_a_gpu_virtual_ranks_are_refused() -> None:
+    if torch.cuda.is_available() and _core.core.cuda_compiled():
+        pytest.skip("there is one")
+    with pytest.raises((NotSupportedError, ValueError, RuntimeError), match="CUDA|device"):
+        DeviceCommunicator.virtual(2)
