@@ -317,5 +317,5 @@ def test_arguments_that_do_not_fit_are_refused_by_name() -> None:
 def test_without_a_gpu_virtual_ranks_are_refused() -> None:
     if torch.cuda.is_available() and _core.core.cuda_compiled():
         pytest.skip("there is one")
-    with pytest.raises((NotSupportedError, ValueError, RuntimeError), match="CUDA|device"):
+    with pytest.raises((NotSupportedError, ValueError, RuntimeError), match=r"CUDA|device"):
         DeviceCommunicator.virtual(2)
