@@ -86,17 +86,20 @@ def make_shards(
 
 
 def run_all(model: RankModel, prompt: list[int]) -> Tensor:
-    """Whole prompts, chunks over cached rows by both kernels, verification rows, decodes."""
+    """Whole prompts, chunks over cached rows by both kernels, decodes, and verifications of 1 to 8
+    tokens, of which half are rewound: over borders of blocks, and so to other owners."""
     half = len(prompt) // 3
     logits = [
         model.forward([(0, 0, prompt[:half])], 0),
         model.forward([(0, half, prompt[half : 2 * half]), (1, 0, prompt[:5])], 0),
         model.forward([(1, 5, prompt[5:9]), (0, 2 * half, prompt[2 * half :])], 1),
     ]
-    for step in range(9):
-        n = len(prompt)
-        rows = [(0, n + step, [7 + step]), (1, 9 + 3 * step, prompt[step : step + 3])]
-        logits.append(model.forward(rows, 2))
+    length = 9
+    for step in range(12):
+        num_verified = step % 8 + 1
+        verified = (1, length, prompt[step : step + num_verified])
+        logits.append(model.forward([(0, len(prompt) + step, [7 + step]), verified], 2))
+        length += (num_verified + 1) // 2
     return torch.cat(logits)
 
 
