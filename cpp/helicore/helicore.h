@@ -6,7 +6,6 @@
 
 #include "helicore/attention/mla.h"
 #include "helicore/comm/communicator.h"
-#include "helicore/comm/cuda/device_communicator.h"
 #include "helicore/comm/symmetric_memory.h"
 #include "helicore/core/cpu/isa.h"
 #include "helicore/core/cuda/runtime.h"
@@ -20,6 +19,5 @@
 #include "helicore/kv/kv_cache.h"
 #include "helicore/kv/kv_cache_manager.h"
 #include "helicore/nn/linear.h"
-#include "helicore/quant/cuda/norm_quantize.h"
 #include "helicore/quant/norm_epilogue.h"
 #include "helicore/quant/row_quantize.h"
