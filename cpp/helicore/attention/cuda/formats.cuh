@@ -8,12 +8,12 @@
 #include <cstdint>
 
 #include "helicore/attention/mla_params.h"
+#include "helicore/quant/cuda/codes.cuh"
 
 namespace helicore::attention::cuda {
 
-__device__ inline float decode_e4m3(uint8_t code) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
-}
+using quant::cuda::decode_e4m3;
+using quant::cuda::encode_e2m1;
 
 // Of the low byte and of the high one.
 __device__ inline float2 decode_e4m3x2(uint16_t codes) {
@@ -33,15 +33,6 @@ __device__ inline float2 decode_e2m1x2(uint32_t codes) {
   return __half22float2(*reinterpret_cast<const __half2*>(&bits));
 }
 inline constexpr float kE2M1Exponent = 0x1p14f;
-
-// The nearest code, ties to even; magnitudes above 6 saturate, NaN gives 0.
-__device__ inline uint32_t encode_e2m1(float x) {
-  if (isnan(x)) return 0;
-  const float m = fabsf(x);
-  const int magnitude = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) +
-                        (m >= 3.5f) + (m > 5.0f);
-  return static_cast<uint32_t>(magnitude) | (signbit(x) ? 8u : 0u);
-}
 
 // The parts of a row of a quantised cache.
 struct CodedRow {

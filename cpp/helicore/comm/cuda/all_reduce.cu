@@ -9,6 +9,7 @@
 
 #include "helicore/comm/cuda/all_reduce.h"
 #include "helicore/core/cuda/check.h"
+#include "helicore/core/cuda/device_guard.h"
 #include "helicore/quant/cuda/dispatch.cuh"
 
 namespace helicore::comm::cuda {
@@ -400,7 +401,8 @@ void launch_all_reduce(const AllReduceParams& params, const EpilogueParams& epil
                             [&](auto kind) { launch(kind, params, epilogue, shape, stream); });
 }
 
-void launch_clear(std::byte* rank, int64_t num_packets) {
+void launch_clear(int device, std::byte* rank, int64_t num_packets) {
+  const helicore::cuda::DeviceGuard guard(device);
   helicore::cuda::check(cudaMemset(rank, 0, kStateBytes), "cudaMemset");
   clear_kernel<<<256, 256>>>(reinterpret_cast<uint4*>(rank + kStateBytes), num_packets);
   helicore::cuda::check_launch("clear_kernel");

@@ -50,7 +50,7 @@ struct AllReduceParams {
 // `epilogue.weight` null: no epilogue, width and is_whole count.
 void launch_all_reduce(const AllReduceParams& params, const quant::cuda::EpilogueParams& epilogue,
                        DType dtype, const quant::cuda::RowShape& shape, Stream stream);
-// Sentinels in the buffers of one rank, zeros in its state. Waits for the device.
-void launch_clear(std::byte* rank, int64_t num_packets);
+// Sentinels in the buffers of one rank on `device`, zeros in its state. Waits for the device.
+void launch_clear(int device, std::byte* rank, int64_t num_packets);
 
 }  // namespace helicore::comm::cuda

@@ -61,7 +61,7 @@ DeviceCommunicator::DeviceCommunicator(std::unique_ptr<SymmetricMemory> memory, 
   HELICORE_CHECK(buffer_packets_ >= least, kWhere, "num_bytes must be at least ",
                  least * kPacketBytes * kNumBuffers + kStateBytes, " for ", world_size(),
                  " ranks, got ", bytes);
-  launch_clear(memory_->bytes(rank()), buffer_packets_ * kNumBuffers);
+  launch_clear(device, memory_->bytes(rank()), buffer_packets_ * kNumBuffers);
 }
 
 DeviceCommunicator::~DeviceCommunicator() = default;

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "helicore/core/cuda/check.h"
+#include "helicore/core/cuda/device_guard.h"
 #include "helicore/core/error.h"
 
 namespace helicore::comm::cuda {
@@ -12,25 +13,10 @@ namespace {
 
 using helicore::cuda::check;
 
-// Makes a device the current one for a while.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(device), "cudaSetDevice");
-  }
-  ~DeviceGuard() { (void)cudaSetDevice(before_); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-};
-
 class Allocation {
  public:
   Allocation(int device, size_t num_bytes) : device_(device) {
-    const DeviceGuard guard(device);
+    const helicore::cuda::DeviceGuard guard(device);
     check(cudaMalloc(&data_, num_bytes), "cudaMalloc of memory that ranks share");
     check(cudaMemset(data_, 0, num_bytes), "cudaMemset");
   }

@@ -29,6 +29,6 @@ void launch_all_reduce(const AllReduceParams& /*params*/,
                        const quant::cuda::RowShape& /*shape*/, Stream /*stream*/) {
   refuse();
 }
-void launch_clear(std::byte* /*rank*/, int64_t /*num_packets*/) { refuse(); }
+void launch_clear(int /*device*/, std::byte* /*rank*/, int64_t /*num_packets*/) { refuse(); }
 
 }  // namespace helicore::comm::cuda

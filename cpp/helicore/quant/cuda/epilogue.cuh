@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "helicore/core/cuda/elements.cuh"
+#include "helicore/quant/cuda/codes.cuh"
 #include "helicore/quant/cuda/epilogue_params.h"
 #include "helicore/quant/formats.h"
 #include "helicore/quant/row_quantize.h"
@@ -172,14 +173,6 @@ __device__ inline uint32_t encode_fp8x2(float a, float b) {
   return __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, __NV_E4M3);
 }
 
-__device__ inline uint32_t encode_fp4(float x) {
-  if (isnan(x)) return 0;
-  const float m = fabsf(x);
-  const int magnitude = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) +
-                        (m >= 3.5f) + (m > 5.0f);
-  return static_cast<uint32_t>(magnitude) | (signbit(x) ? 8u : 0u);
-}
-
 // Biased exponent of the least power of two that is not below `value`, and the inverse of it.
 __device__ inline uint32_t exponent_up(float value) {
   const uint32_t bits = __float_as_uint(value);
@@ -219,7 +212,7 @@ __device__ inline void store_fp4(uint8_t* to, const float (&v)[kSize], float inv
   for (int i = 0; i < kSize; i += 2) {
     if (i >= valid) return;
     to[i / 2] =
-        static_cast<uint8_t>(encode_fp4(v[i] * inverse) | encode_fp4(v[i + 1] * inverse) << 4);
+        static_cast<uint8_t>(encode_e2m1(v[i] * inverse) | encode_e2m1(v[i + 1] * inverse) << 4);
   }
 }
 
@@ -406,8 +399,7 @@ struct Row {
         return quantize_groups<16>(p.width, [&](int k, int group, bool leads, float most, int n) {
           const uint32_t code =
               __nv_cvt_float_to_fp8(most / kE2M1Max * p.scale, __NV_SATFINITE, __NV_E4M3);
-          const float value = __half2float(
-              __half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3)));
+          const float value = decode_e4m3(static_cast<uint8_t>(code));
           if (leads) bytes[scale_index(p, row, group)] = static_cast<uint8_t>(code);
           store_fp4(codes + packet(k) * kSize / 2, v[k], value == 0.0f ? 0.0f : p.scale / value, n);
         });
